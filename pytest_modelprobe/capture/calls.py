@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,8 +162,6 @@ class FunctionalMode(ForwardMode):
         self._guard = guard
         self._running = running
         self._recorder = recorder
-        self.modes: Sequence[ForwardMode] = [self]
-        """All modes that are on the stack together, this one among them. They are taken off together."""
         self.types: dict[str, str] = {}
         """Name of the function by name of the pseudo-layer."""
 

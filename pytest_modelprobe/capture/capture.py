@@ -124,7 +124,7 @@ class Capture:
         self.functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self.functionals if options.functionals else None, attending)
-        self._modes = self.functionals.modes = [mode for mode in modes if mode is not None]
+        self._modes = [mode for mode in modes if mode is not None]
         self._unhooked: list[str] = []
         self._unseen_thread = False
         self._children = layers.children()
@@ -176,13 +176,8 @@ class Capture:
         """Put the hooks on. On an error none stays behind."""
         # A torch that cannot do what hooks need is refused here, while there is nothing to take off.
         graph_task()
-        if self._modes:
-            enter(self._modes)
-            try:
-                with without_torch_function():
-                    pass
-            finally:
-                leave(self._modes)
+        enter(self._modes)
+        leave(self._modes)
         try:
             with held(), gc_paused(), without_torch_function():
                 self._exit.enter_context(
