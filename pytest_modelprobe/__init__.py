@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         NothingObservedError,
         SelectionError,
         ShapeSpecError,
-        StoppedError,
         UnsupportedModelError,
         UsageError,
     )
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from .extras.training_state.invariants import Invariants as Invariants
     from .extras.training_state.invariants import assert_invariants as assert_invariants
     from .interventions import ablation, assert_layer_matters, faults, intervene
-    from .probe import ModelProbe, Watch, watched
+    from .probe import ModelProbe, Watch
     from .record import Record
     from .snapshot.snapshot import ModelProbeSnapshot
 
@@ -64,7 +63,6 @@ __all__ = [
     "Record",
     "SelectionError",
     "ShapeSpecError",
-    "StoppedError",
     "UnsupportedModelError",
     "UsageError",
     "Watch",
@@ -98,12 +96,11 @@ __all__ = [
     "ablation",
     "faults",
     "intervene",
-    "watched",
     *extension.modules("names"),
 ]
 
 _MODULES = {
-    **dict.fromkeys(["ModelProbe", "Watch", "watched"], "probe"),
+    **dict.fromkeys(["ModelProbe", "Watch"], "probe"),
     "Record": "record",
     "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_") and name not in extension.modules("names")},

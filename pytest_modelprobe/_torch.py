@@ -22,7 +22,7 @@ import pkgutil
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
@@ -136,50 +136,20 @@ pop_dispatch_mode, push_dispatch_mode, _COMPOSITE, _has_kernel, _ = _together(
 )
 """Take the topmost dispatch mode off the stack, and return it; put one on top of the stack; see `run_composite`."""
 
-ModeStack = tuple[Any, ...]
-"""The modes that are active, from the bottom to the top."""
 
-
-def _stack(count: Callable[[], int], pop: Callable[[], Any], push: Callable[[Any], None]) -> ModeStack:
-    modes = [pop() for _ in range(count())][::-1]
-    for mode in modes:
-        push(mode)
+def dispatch_modes_now() -> tuple[Any, ...]:
+    """Return all dispatch modes."""
+    modes = [pop_dispatch_mode() for _ in range(dispatch_modes())][::-1]
+    set_dispatch_modes(modes)
     return tuple(modes)
 
 
-def _set_stack(modes: ModeStack, count: Callable[[], int], pop: Callable[[], Any], push: Callable[[Any], None]) -> None:
-    for _ in range(count()):
-        pop()
-    for mode in modes:
-        push(mode)
-
-
-def function_modes_now() -> tuple[Any, ModeStack]:
-    """Return the mode of `torch.set_default_device` and all function modes."""
-    return default_device_mode(), _stack(function_modes, pop_function_mode, push_function_mode)
-
-
-def set_function_modes(before: tuple[Any, ModeStack]) -> None:
-    """Make active what `function_modes_now` returned, and nothing else."""
-    default, modes = before
-    if default_device_mode() is not default:
-        # torch's own function first, which also tells the compiler. It makes a new mode, and the old one is wanted.
-        torch.set_default_device(None if default is None else default.device)
-        if _DEFAULT_DEVICE is not None:
-            vars(_DEFAULT_DEVICE).clear()  # torch 2.6 cannot be asked for the device where None stands
-            if default is not None:
-                _DEFAULT_DEVICE.device_context = default
-    _set_stack(modes, function_modes, pop_function_mode, push_function_mode)
-
-
-def dispatch_modes_now() -> ModeStack:
-    """Return all dispatch modes."""
-    return _stack(dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
-
-
-def set_dispatch_modes(modes: ModeStack) -> None:
+def set_dispatch_modes(modes: Sequence[Any]) -> None:
     """Make active what `dispatch_modes_now` returned, and nothing else."""
-    _set_stack(modes, dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
+    for _ in range(dispatch_modes()):
+        pop_dispatch_mode()
+    for mode in modes:
+        push_dispatch_mode(mode)
 
 
 any_autocast: Callable[[], object] = _private("torch._C._is_any_autocast_enabled", cannot=_NOTHING_READ)
@@ -622,6 +592,9 @@ def _seed_cuda_now(seed: int) -> None:
     for generator in torch.cuda.default_generators:
         generator.manual_seed(seed)
 
+
+DYNAMO_PACKAGE = "torch._dynamo"
+"""What `torch.compile` imports when it is first used."""
 
 GROUPED_PRODUCT = "aten::_grouped_mm"
 """Name of the operation behind `torch.nn.functional.grouped_mm`. If a torch calls it differently, nothing matches."""

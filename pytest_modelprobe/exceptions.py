@@ -34,10 +34,6 @@ class UsageError(ModelProbeError, ValueError):
     """Arguments contradict each other or the state of the probe."""
 
 
-class StoppedError(ModelProbeError, AssertionError):
-    """A value met ``stop_on=`` of a watch, which is closed; its record has what was seen until then."""
-
-
 class HintWarning(UserWarning):
     """What a check or an assertion says of a model that may be healthy. `--modelprobe-strict` makes it an error."""
 

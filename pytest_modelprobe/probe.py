@@ -25,13 +25,11 @@ from .runs import (
     Mode,
     Options,
     Run,
-    StopOn,
     Watch,
     WeakLiveRun,
     architecture,
     check_loss,
     is_same_device,
-    watched,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from .extras.ports import precision as _precision
     from .extras.ranks import merging as _exchange
 
-__all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
+__all__ = ["Loss", "Mode", "ModelProbe", "Watch"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -217,7 +215,6 @@ class ModelProbe:
         isolate: bool = True,
         histograms: bool | None = None,
         steps: int = 1,
-        stop_on: StopOn | None = None,
     ) -> Watch:
         """Observe the model until the watch or the probe is closed.
 
@@ -232,18 +229,11 @@ class ModelProbe:
             isolate: As in `run`. This copies the inputs of the first forwards.
             histograms: As in `run`.
             steps: How many steps of training to keep in `Watch.steps`.
-            stop_on: ``"nonfinite"``, or a callable that takes the `Statistics` of a value. At the first output or
-                gradient of a recorded layer that has a NaN or an infinity, or of which the callable is true, the hook
-                raises `StoppedError`: in the forward, where the user's code calls the layer, or in ``backward()``. The
-                watch is closed then, and its record has what was seen before. Each number is read as it arrives, which
-                on CUDA waits for the device each time. Layers meant to return infinities, such as masks, are left out
-                with ``layers=``. Under a `GradScaler` a step that it would skip stops too.
 
         Raises:
             UnsupportedModelError: No module, or one that cannot be probed.
             SelectionError: ``layers`` or ``keep`` matches nothing.
-            UsageError: The model is not on the required device, ``steps`` is no number of steps, or ``stop_on`` is no
-                condition.
+            UsageError: The model is not on the required device, or ``steps`` is no number of steps.
 
         >>> from torch import nn
         >>> with ModelProbe() as probe:
@@ -267,7 +257,6 @@ class ModelProbe:
             isolate=isolate,
             histograms=self._histograms if histograms is None else histograms,
             steps=steps,
-            stop_on=stop_on,
             seed=self.seed,
         )
         self._open = [other for other in self._open if not other.closed]

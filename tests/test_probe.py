@@ -302,15 +302,6 @@ def test_another_word_for_loss_or_mode_is_refused(probe: ModelProbe) -> None:
         probe.run(nn.Linear(2, 2), torch.ones(3, 2), loss="sum")
 
 
-def test_an_option_misspelt_is_told_from_the_models_keywords(probe: ModelProbe) -> None:
-    with pytest.raises(TypeError) as caught:
-        probe.run(nn.Linear(2, 2), torch.ones(1, 2), layer="*")
-    assert caught.value.__notes__[-1] == "layer= went to the model: is run's own layers= meant?"
-    with pytest.raises(TypeError) as caught:
-        probe.run(nn.Linear(2, 2), torch.ones(1, 2), stop_on="nonfinite")
-    assert caught.value.__notes__[-1] == ("stop_on= went to the model: it is an option of ModelProbe.watch, not of run")
-
-
 def test_a_selector_that_matches_nothing_is_refused(probe: ModelProbe) -> None:
     for call in (probe.watch, lambda m, **k: probe.run(m, torch.ones(1, 1, 8, 8), **k)):
         with pytest.raises(SelectionError, match=r"'covn' .*conv"):
@@ -343,6 +334,7 @@ def test_a_device_that_is_missing_is_refused_at_once() -> None:
     ("call", "message"),
     [
         (lambda probe: ModelProbe(seed="x"), "a seed is an integer; got 'x'"),
+        (lambda probe: probe.run(nn.LazyLinear(2), torch.ones(1, 2)), "the model is lazy and has seen no input: call"),
         (lambda probe: probe.randn("3"), r"a shape is integers, randn\(2, 3\) or randn\(\(2, 3\)\); got \('3',\)"),
         (lambda probe: probe.run(nn.Linear(2, 2), torch.ones(1, 2, device="meta")), "an input is on the meta device"),
         (
@@ -452,22 +444,6 @@ def test_a_watch_tells_of_attributes_that_the_test_sets_and_not_of_those_that_a_
     model[0].scale = 3.0
     model(torch.ones(3))
     assert watch.record["0"].attributes == {"scale": 3.0}
-
-
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
-
-
-def test_a_run_leaves_a_lazy_model_lazy_and_records_it_as_any_other(probe: ModelProbe) -> None:
-    model, x = lazy(), probe.randn(8, 3)
-    record, again = (probe.run(model, x, loss="random", mode="train") for _ in range(2))
-    assert str(model) == str(lazy())
-    assert record.layers == again.layers
-    assert all(p.gradient is not None for layer in record.layers.values() for p in layer.parameters)
-    mean, variance, _ = record["1"].buffers
-    assert (mean.reading, variance.reading) == (reading_of(torch.zeros(4)), reading_of(torch.ones(4)))
-    assert mean.after is not None
-    assert model(torch.ones(2, 5)).shape == (2, 2)
 
 
 def owned_by(record: Record) -> list[Reading]:

@@ -13,7 +13,6 @@ from .assembly import assemble as assemble
 from .capture import Capture as Capture
 from .capture import Options as Options
 from .forwards import ForwardCounts as ForwardCounts
-from .observation import SeenValue as SeenValue
 from .tensors import ParameterReading as ParameterReading
 from .tensors import content_key as content_key
 from .tensors import read_parameters as read_parameters

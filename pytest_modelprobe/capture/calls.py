@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,11 @@ from torch import nn
 
 from pytest_modelprobe._torch import WeakStorage, any_autocast
 from pytest_modelprobe.models import Flat, Layers, active_autocast, flatten, flatten_call, type_name, unseen
-from pytest_modelprobe.record import ROOT, qualified
+from pytest_modelprobe.record import qualified
 
 from .gradients import Gradients
-from .hooks import ForwardMode, HookGuard, leave
-from .observation import CallObservation, RunningCall, RunningCalls, StopCheck
+from .hooks import ForwardMode, HookGuard
+from .observation import CallObservation, RunningCall, RunningCalls
 from .profiler import Profiler
 from .tensors import ContentKey, content_key, plain_name, random_states, shape_of, unit_axis
 
@@ -40,8 +40,6 @@ class CallRecorder:
     notes: dict[str, None]
     profiler: Profiler | None
     """Measures what each call costs. `None` without ``profile=True``."""
-    stop: StopCheck | None
-    """Judges each output. `None` without ``stop_on=``."""
     returned: dict[ContentKey, tuple[str, Any]] = field(default_factory=dict)
     """The newest tensors that forwards returned, which a loop may give to the next: their addresses and storages."""
 
@@ -114,8 +112,6 @@ class CallRecorder:
         before, devices = running.random_states, running.forward.devices
         if before and any(map(operator.ne, before, random_states(devices))):
             call.random = hashlib.blake2b(b"".join(before), digest_size=8).hexdigest()
-        if self.stop is not None:
-            self.stop.outputs(call)
 
     def _keep_returned(self, running: RunningCall, call: CallObservation, outputs: Flat) -> None:
         """Remember what a forward returned, without what it was given."""
@@ -166,8 +162,6 @@ class FunctionalMode(ForwardMode):
         self._guard = guard
         self._running = running
         self._recorder = recorder
-        self.modes: Sequence[ForwardMode] = [self]
-        """All modes that are on the stack together, this one among them. They are taken off together."""
         self.types: dict[str, str] = {}
         """Name of the function by name of the pseudo-layer."""
 
@@ -182,19 +176,7 @@ class FunctionalMode(ForwardMode):
         except BaseException:
             self._running.remove(call)
             raise
-        try:
-            self._guard.observe(self._finish, call, output)
-        except Exception:
-            # The guard lets only the error of ``stop_on=`` through. It closes the watch, which cannot take off the mode
-            # whose handler runs now: torch puts it back. So it is taken off when the running call of the module ends.
-            def after(*_: object) -> None:
-                handle.remove()
-                leave(self.modes)
-
-            handle = self._layers.modules[call.name.rpartition(".")[0] or ROOT].register_forward_hook(
-                after, always_call=True
-            )
-            raise
+        self._guard.observe(self._finish, call, output)
         return output
 
     def _start(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunningCall | None:

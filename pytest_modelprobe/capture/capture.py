@@ -46,7 +46,7 @@ from .calls import CallRecorder, FunctionalMode
 from .forwards import ForwardCounts, ObservedForwards
 from .gradients import Gradients, ParameterHooks, Recomputation
 from .hooks import ForwardMode, HookGuard, ModuleHooks, enter, leave
-from .observation import Judge, RunningCall, RunningCalls, SetAttributes, StopCheck, input_keys
+from .observation import RunningCall, RunningCalls, SetAttributes
 from .profiler import Profiler
 from .tensors import ParameterReading, describe, may_draw, read_parameters, storage_keys
 from .training import Steps, TrainingSteps
@@ -86,7 +86,6 @@ class Capture:
         layers: The layers of the model.
         options: What is asked.
         on_forward: Called before each forward with its kind and its arguments.
-        judge: Is shown each output and gradient of a selected layer, and returns an error to raise there, or None.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class Capture:
         options: Options,
         *,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
-        judge: Judge | None = None,
     ) -> None:
         self.layers = layers
         self.selected = frozenset(select(layers.modules, options.layers))
@@ -110,12 +108,11 @@ class Capture:
         self._profiler = Profiler() if options.profile else None
         self.guard = HookGuard(self.notes, self._profiler)
         self._on_forward = on_forward
-        stop = None if judge is None else StopCheck(judge, self.guard)
         self.observed = ObservedForwards(options.steps)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
         self.training = Steps(self.observed)
         self.gradients = Gradients(
-            self.guard, self.observed, self._running, self.training, stop, histograms=options.histograms
+            self.guard, self.observed, self._running, self.training, histograms=options.histograms
         )
         self._recomputation = Recomputation(self.gradients)
         self.set_attributes = SetAttributes(layers, self.selected)
@@ -123,11 +120,11 @@ class Capture:
         training = self._training_steps = TrainingSteps(layers, self.selected, self.observed, self.notes)
         self.parameter_hooks = ParameterHooks(layers, self.guard, self.gradients, self.training, training)
         attending = AttentionMode(self.guard, self._running) if options.attention else None
-        self._calls = CallRecorder(self.gradients, self._running, self.notes, self._profiler, stop)
+        self._calls = CallRecorder(self.gradients, self._running, self.notes, self._profiler)
         self.functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self.functionals if options.functionals else None, attending)
-        self._modes = self.functionals.modes = [mode for mode in modes if mode is not None]
+        self._modes = [mode for mode in modes if mode is not None]
         self._unhooked: list[str] = []
         self._unseen_thread = False
         self._children = layers.children()
@@ -179,13 +176,8 @@ class Capture:
         """Put the hooks on. On an error none stays behind."""
         # A torch that cannot do what hooks need is refused here, while there is nothing to take off.
         graph_task()
-        if self._modes:
-            enter(self._modes)
-            try:
-                with without_torch_function():
-                    pass
-            finally:
-                leave(self._modes)
+        enter(self._modes)
+        leave(self._modes)
         try:
             with held(), gc_paused(), without_torch_function():
                 self._exit.enter_context(
@@ -257,8 +249,6 @@ class Capture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         frame: FrameType,
-        *,
-        late: bool,
     ) -> None:
         """Begin a call of a hooked layer.
 
@@ -268,7 +258,6 @@ class Capture:
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
             frame: Python frame of the call.
-            late: Whether hooks that run after ours may still change the arguments.
         """
         outermost = not self._running.drop_abandoned(frame)
         inputs = flatten_call(args, kwargs)
@@ -286,8 +275,6 @@ class Capture:
             return
         assert self.observed.newest is not None
         running = RunningCall(name, frame, self.observed.newest, inputs)
-        if late:
-            running.input_keys = input_keys(inputs)
         if name in self.selected:
             self._calls.start(running, training=module.training, may_draw=may_draw(module))
         self._running.push(running)
@@ -309,8 +296,6 @@ class Capture:
         running = self._running.pop(name, frame)
         if running is None:
             return
-        if running.input_keys is not None and running.input_keys != input_keys(flatten_call(args, kwargs)):
-            self.guard.note_late(name, "inputs")
         error = sys.exc_info()[1]
         try:
             if error is not None and error is not running.error_before:
@@ -361,28 +346,14 @@ class Capture:
             self.read_parameters()
 
     def _keep(self, name: str, output: Any) -> None:
-        def copied(tensor: torch.Tensor) -> torch.Tensor | NotKept:
-            wrapped = is_wrapped(tensor)
-            copy = None if wrapped else detached_copy(tensor)
-            if copy is not None:
-                return copy
-            why = NotKept(
-                "a tensor inside a torch.func transform such as vmap is nothing outside of it"
-                if wrapped
-                else "its memory is gone, or torch cannot copy it"
-            )
-            self.notes[f"outputs of {name} are not kept: {why.reason}"] = None
-            return why
+        def copied(tensor: torch.Tensor) -> torch.Tensor | None:
+            copy = None if is_wrapped(tensor) else detached_copy(tensor)
+            if copy is None:
+                self.notes[f"outputs of {name} are not kept: torch cannot copy them, or not out of a transform"] = None
+            return copy
 
         with statistics.ambient_modes_disabled():
             self.kept.setdefault(name, []).append(map_tensors(copied, output))
-
-
-@dataclass(frozen=True, slots=True)
-class NotKept:
-    """Stands among the outputs that are kept for a tensor of which there is no copy."""
-
-    reason: str
 
 
 def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:

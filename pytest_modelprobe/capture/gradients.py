@@ -57,7 +57,7 @@ from pytest_modelprobe.statistics import WHOLE, Reduction, Samples, ambient_mode
 
 from .forwards import ObservedForwards
 from .hooks import HookGuard
-from .observation import CallObservation, Forward, ParameterGradient, RunningCalls, StopCheck, TensorObservation, Values
+from .observation import CallObservation, Forward, ParameterGradient, RunningCalls, TensorObservation, Values
 from .tensors import ContentKey, content_key, is_parameter, shape_of, stacked_axis
 from .training import GradientState, Steps, TrainingSteps, computes_gradients, has_closure, is_skipped
 
@@ -77,7 +77,6 @@ class Gradients:
     forwards: ObservedForwards
     running: RunningCalls
     steps: Steps
-    stop: StopCheck | None
     histograms: bool
     """Whether to count the elements of each tensor in bins."""
 
@@ -263,8 +262,6 @@ class Gradients:
                 forward.trained_by.add(self._current)
                 if not forward.kind[1]:
                     self.steps.reached_in_evaluation()
-        if self.stop is not None:
-            self.stop.gradient(observed, reduced)
 
     def receive_parameter(self, names: list[str], gradient: torch.Tensor, axis: int | None = None) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``; ``axis`` is that of its units."""
@@ -289,8 +286,6 @@ class Gradients:
                     gradients[name] = ParameterGradient(reduced, self._current)
                 else:
                     held.receive(reduced, self._current)
-        if self.stop is not None:
-            self.stop.parameter(names[0], gradient, reduced)
 
     def _reduced(self, gradient: torch.Tensor, index: int, samples: Samples, axis: int | None = None) -> Reduction:
         """Reduce a gradient: a large one once in a pass, though a sum hands it to each of its terms."""

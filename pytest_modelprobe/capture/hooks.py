@@ -7,7 +7,6 @@ not called for outputs in a dict or dataclass, and costs four times as much.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import traceback
@@ -44,8 +43,8 @@ class HookGuard:
     """The context in which every hook runs. It keeps errors of hooks from the model.
 
     A watch must not change what the model does. The first error in our own code is therefore kept until a record is
-    made, and the model goes on. Only an error that ``stop_on=`` asks for reaches the model, and what the handler of a
-    signal raises. While a hook runs, the clock of a profiler stops.
+    made, and the model goes on. Only what the handler of a signal raises reaches the model. While a hook runs, the
+    clock of a profiler stops.
     """
 
     def __init__(self, notes: dict[str, None], profiler: Profiler | None = None) -> None:
@@ -56,8 +55,6 @@ class HookGuard:
         self.entered = 0
         """How many hooks ran."""
         self.notes = notes
-        self.let_through: BaseException | None = None
-        """An error that is meant for the user's code, and is not kept."""
         self._profiler = profiler
         self._failure: Exception | None = None
 
@@ -85,9 +82,6 @@ class HookGuard:
             self._profiler.resume()
         if error is None or not isinstance(error, Exception) or is_interrupt(error):  # nearly always None
             return False
-        if error is self.let_through:
-            self.let_through = None  # its traceback has frames with the watch, which would never be freed
-            return False
         if self._failure is None:
             # The frames of a traceback would keep the watch alive, so it is kept as text.
             if not isinstance(error, ModelProbeError):
@@ -95,13 +89,6 @@ class HookGuard:
             error.__cause__ = error.__context__ = None
             self._failure = error.with_traceback(None)
         return True
-
-    def note_late(self, layer: str, what: str) -> None:
-        """Note that a hook came too late for one call to see what it changes."""
-        self.notes[
-            f"{layer}: a hook was registered on it after the watch began, and what it did to the {what} of the first "
-            "call was not seen"
-        ] = None
 
     def check(self) -> None:
         """Raise the error that was kept, if there is one."""
@@ -126,8 +113,7 @@ class ModuleHooks:
 
     Args:
         guard: Of all hooks.
-        before: Takes the name of a layer, the layer, its arguments, the frame of the call, and whether hooks that run
-            after ours may still change the arguments.
+        before: Takes the name of a layer, the layer, its arguments, and the frame of the call.
         after: Takes the name of a layer, the layer, its arguments, what it returned, and the frame of the call.
     """
 
@@ -151,7 +137,7 @@ class ModuleHooks:
         """Move the hooks before calls behind those that were registered since."""
         for before in self._before:
             module = before._module()
-            if module is not None and len(module._forward_pre_hooks) > 1:
+            if module is not None:
                 before.stay_last(module._forward_pre_hooks)
 
     def removed(self) -> list[str]:
@@ -185,19 +171,10 @@ class _Hook(ModuleHook):
         """Add a note to the records of the watch."""
         self.guard.notes[text] = None
 
-    def stay_last(self, hooks: dict[int, Any], *, move: bool = True) -> bool:
-        """Move behind hooks that were registered since, and return whether there were any.
-
-        Hooks of other watches do not count: they change nothing.
-        """
-        if next(reversed(hooks), self.key) == self.key or self.key not in hooks:
-            return False
-        behind = itertools.takewhile(lambda key: key != self.key, reversed(hooks))
-        if all(getattr(hooks[key], "is_modelprobe", False) for key in behind):
-            return False
-        if move:
+    def stay_last(self, hooks: dict[int, Any]) -> None:
+        """Move behind hooks that were registered since."""
+        if self.key in hooks and next(reversed(hooks)) != self.key:
             cast("OrderedDict[int, Any]", hooks).move_to_end(self.key)  # as torch does for prepend=True
-        return True
 
 
 class _Before(_Hook):
@@ -210,10 +187,9 @@ class _Before(_Hook):
             self.guard.observe(self._observe, module, args, kwargs, _frame_of_call(sys._getframe(1)))
 
     def _observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> None:
-        late = len(module._forward_pre_hooks) > 1 and self.stay_last(module._forward_pre_hooks)
-        if len(module._forward_hooks) > 1:
-            self.after.stay_last(module._forward_hooks)
-        self.receive(self.name, module, args, kwargs, frame, late=late)
+        self.stay_last(module._forward_pre_hooks)
+        self.after.stay_last(module._forward_hooks)
+        self.receive(self.name, module, args, kwargs, frame)
 
 
 class _After(_Hook):
@@ -221,17 +197,8 @@ class _After(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not torch.compiler.is_compiling() and self._module() is module:
-            self.guard.observe(self._observe, module, args, kwargs, output, _frame_of_call(sys._getframe(1)))
-
-    def _observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, frame: FrameType
-    ) -> None:
-        # After an error torch iterates over the dict of hooks itself: a move would raise a RuntimeError there, in place
-        # of the model's own error.
-        hooks = module._forward_hooks
-        if len(hooks) > 1 and self.stay_last(hooks, move=sys.exc_info()[1] is None):
-            self.guard.note_late(self.name, "outputs")
-        self.receive(self.name, module, args, kwargs, output, frame)
+            frame = _frame_of_call(sys._getframe(1))
+            self.guard.observe(self.receive, self.name, module, args, kwargs, output, frame)
 
 
 def _frame_of_call(frame: FrameType) -> FrameType:

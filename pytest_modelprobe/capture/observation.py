@@ -13,9 +13,8 @@ import itertools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -25,12 +24,11 @@ from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.models import Flat, Layers, attributes, together
-from pytest_modelprobe.record import ROOT, Dimension, ForwardKind, Plain, Statistics, merge_dimensions
+from pytest_modelprobe.record import ROOT, Dimension, ForwardKind, Plain, merge_dimensions
 from pytest_modelprobe.statistics import Reduction, Samples
 
-from .hooks import HookGuard
 from .profiler import CallStart, Costs
-from .tensors import ContentKey, content_key, plain_name, shape_of
+from .tensors import ContentKey, plain_name, shape_of
 
 Merge = Callable[[Reduction, Reduction], Reduction]
 Sign = Callable[[Reduction], Reduction]
@@ -387,8 +385,6 @@ def merge_into(parts: Parts, forward: Forward | DoneForward, *, final: bool = Tr
 
 # --- the calls that run now -------------------------------------------------------------------------------------------
 
-InputKeys = list[tuple[int, ContentKey | None]]
-
 
 @dataclass(slots=True, eq=False)
 class RunningCall:
@@ -404,8 +400,6 @@ class RunningCall:
     """Unit axis of the outputs of the calls inside, by shape. The newest of each shape counts."""
     random_states: tuple[bytes, ...] = ()
     """States of the random generators when the call began, or empty if it cannot draw."""
-    input_keys: InputKeys | None = None
-    """Keys of the inputs as they were read. Set only if another hook runs after ours, which may change them."""
     start: CallStart | None = None
     """What was measured when the call began, or `None` if it is not profiled."""
     error_before: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
@@ -490,11 +484,6 @@ class RunningCalls:
         return bool(stack)
 
 
-def input_keys(inputs: Flat) -> InputKeys:
-    """Return the identity and the content key of each tensor."""
-    return [(id(tensor), content_key(tensor)) for _, tensor in inputs.tensors]
-
-
 def _is_on_stack(frame: FrameType, innermost: FrameType | None) -> bool:
     """Whether a frame is on the stack that ends with ``innermost``. The walk is short if it is."""
     while innermost is not None and innermost is not frame:
@@ -539,103 +528,3 @@ class SetAttributes:
     def clear(self) -> None:
         """Compare nothing until the next `begin`."""
         self._before = {}
-
-
-# --- ``stop_on=`` -----------------------------------------------------------------------------------------------------
-
-_BACKWARD = "torch.autograd.graph"
-"""Module in which a thread waits for a backward pass that runs in another thread, as it does on CUDA."""
-
-
-Rows = tuple[tuple[str, tuple[Dimension, ...], Statistics], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SeenValue:
-    """A value that was just seen, and the other values of its call, to judge it by."""
-
-    layer: str
-    call: int
-    """Index of the call, from 0."""
-    path: str
-    """``output``, ``output[1]``, ``input`` or the name of a parameter."""
-    is_gradient: bool
-    statistics: Statistics
-    others: Rows
-    """Path, shape and statistics of this value and of the others of the call."""
-
-
-Judge = Callable[[SeenValue], BaseException | None]
-"""Returns the error to raise at a value, or `None`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StopCheck:
-    """Shows each output and gradient to a judge as it arrives."""
-
-    judge: Judge
-    guard: HookGuard
-
-    def outputs(self, call: CallObservation) -> None:
-        """Judge what a call returned."""
-        seen = [(path, value.shape, _numbers(value.forward)) for path, value in (*call.inputs, *call.outputs)]
-        others = tuple((path, shape, numbers) for path, shape, numbers in seen if numbers is not None)
-        for path, _, numbers in seen[len(call.inputs) :]:
-            if numbers is not None:
-                self._show(call.layer, call.index, path, False, numbers, others)
-
-    def gradient(self, observed: Mapping[Forward, list[TensorObservation]], reduced: Reduction) -> None:
-        """Judge the gradient of a tensor that was observed."""
-        numbers = _numbers(reduced)
-        if numbers is None:
-            return
-        # A tensor is seen in several places. It is named as an output rather than an input, of the call that ended
-        # first.
-        call, path, seen = min(
-            (
-                (call, path, seen)
-                for forward, places in observed.items()
-                for call in forward.calls.values()
-                for path, seen in (*call.outputs, *call.inputs)
-                if any(seen is one for one in places)
-            ),
-            key=lambda place: (place[1].startswith("input"), place[0].finished),
-        )
-        rows = ((f"gradient of {path}", numbers), (path, _numbers(seen.forward)))
-        others = tuple((name, seen.shape, of) for name, of in rows if of is not None)
-        self._show(call.layer, call.index, path, True, numbers, others)
-
-    def parameter(self, name: str, gradient: Tensor, reduced: Reduction) -> None:
-        """Judge the gradient of a parameter, given the full name."""
-        numbers = _numbers(reduced)
-        if numbers is not None:
-            layer, _, own = name.rpartition(".")
-            others = ((f"gradient of {own}", shape_of(gradient), numbers),)
-            self._show(layer or ROOT, 0, own, True, numbers, others)
-
-    def _show(
-        self,
-        layer: str,
-        call: int,
-        path: str,
-        is_gradient: bool,
-        numbers: Statistics,
-        others: Rows,
-    ) -> None:
-        try:
-            error = self.judge(SeenValue(layer, call, path, is_gradient, numbers, others))
-        except Exception as raised:  # noqa: BLE001 - an error of the user's condition, which goes to the user
-            error = raised
-        if error is not None:
-            self.guard.let_through = error  # else the guard would keep it, as an error of our own
-            # Hide the frames of torch and of this package, so that a debugger stands at the call in the user's code.
-            waiting = (f for f in sys._current_frames().values() if f.f_globals.get("__name__") == _BACKWARD)
-            for top in (sys._getframe(), *waiting):
-                for frame, _ in walk_stack(top):
-                    if str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "pytest_modelprobe"):
-                        frame.f_locals["__tracebackhide__"] = True
-            raise error
-
-
-def _numbers(reduced: Reduction) -> Statistics | None:
-    return statistics.collect([reduced])[0].statistics

@@ -34,7 +34,7 @@ from .restoring import Autocast as Autocast
 from .restoring import ModelState as ModelState
 from .restoring import active_autocast as active_autocast
 from .restoring import autocast_states as autocast_states
-from .restoring import has_lazy as has_lazy
+from .restoring import check_not_lazy as check_not_lazy
 from .restoring import preserved as preserved
 from .restoring import settings_preserved as settings_preserved
 from .seeding import derive as derive

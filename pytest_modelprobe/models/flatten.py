@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -126,24 +126,13 @@ def _exactly(value: Any) -> Plain:
 def parts(value: Any) -> Iterator[tuple[str, Any]] | None:
     """Return the (path suffix, part) pairs of a container, or `None` if the value is not a container."""
     if isinstance(value, Mapping):
-        items = _items(value)
-        return None if items is None else ((f".{k}" if str(k).isidentifier() else f"[{k!r}]", v) for k, v in items)
+        return ((f".{k}" if str(k).isidentifier() else f"[{k!r}]", v) for k, v in value.items())
     names = _field_names(value)
     if names is not None:
         return ((f".{name}", getattr(value, name, None)) for name in names)
     if isinstance(value, (tuple, list)):
         return ((f"[{i}]", v) for i, v in enumerate(value))
     return None
-
-
-def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]] | None:
-    """Return the items of a mapping. `None` if it does not give them out, like accelerate's for weights on disk."""
-    if isinstance(value, dict):
-        return value.items()
-    try:
-        return list(value.items())
-    except Exception:  # noqa: BLE001 - whatever the code of a mapping raises
-        return None
 
 
 def _field_names(value: Any) -> tuple[str, ...] | None:
@@ -269,8 +258,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 def _settable(value: Any) -> Iterator[tuple[Any, Any]] | None:
     """Return the parts of a container, each with the key, index or attribute by which it is set."""
     if isinstance(value, Mapping):
-        items = _items(value)
-        return None if items is None else iter(items)
+        return iter(value.items())
     names = _field_names(value)
     if names is not None and not isinstance(value, tuple):
         return ((name, getattr(value, name)) for name in names if hasattr(value, name))

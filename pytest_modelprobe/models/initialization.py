@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe._torch import (
+    DYNAMO_PACKAGE,
     TRUNC_NORMAL,
     DispatchMode,
     Operation,
@@ -162,7 +163,7 @@ class _RandomLog(DispatchMode):
             self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "torch._dynamo" in sys.modules:  # a factory runs compiled code, and the log must not be compiled with it
+        if DYNAMO_PACKAGE in sys.modules:  # a factory runs compiled code, and the log must not be compiled with it
             self.__class__ = _UncompiledLog
         return self.call(func, args, kwargs or {})
 

@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import _torch
 from pytest_modelprobe._torch import is_view, storage_key, without_dispatch_modes, without_torch_function
-from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import held
 
 from .tensors import as_bytes, has_dense_storage, is_strided, read_flags
@@ -82,7 +82,7 @@ def _read(one: Setting) -> Any:
     try:
         return one.get()
     # torch has two ways to set a precision. After the newer one the older one may raise instead of having a value.
-    except (RuntimeError, ModelProbeError):
+    except RuntimeError:
         return _NO_VALUE
 
 
@@ -137,38 +137,12 @@ def _set_autocast(before: tuple[Autocast, ...]) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-_BACKENDS: list[Any] = [
-    operation
-    for backend in (torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn)
-    for operation in (getattr(backend, name, None) for name in ("matmul", "conv", "rnn"))
-    if hasattr(operation, "fp32_precision")  # torch 2.9 and newer
-]
-
-
-def _set_precisions(before: list[str]) -> None:
-    for operation, precision in zip(_BACKENDS, before, strict=True):
-        if operation.fp32_precision != precision:
-            operation.fp32_precision = precision
-
-
-def _stream() -> Any:
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-
-def _set_stream(before: Any) -> None:
-    if before is not None:
-        torch.cuda.set_stream(before)
-
-
 SETTINGS = (
     Setting("environment", _ENVIRONMENT.copy, _set_environment),
     Setting("warning filters", lambda: warnings.filters[:], _set_warning_filters),
-    Setting("function modes and default device", _torch.function_modes_now, _torch.set_function_modes),
-    Setting("dispatch modes", _torch.dispatch_modes_now, _torch.set_dispatch_modes),
     Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("grad mode", torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on)),
     Setting("autocast", lambda: autocast_states(("cpu", "cuda")), _set_autocast),
-    Setting("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     Setting(
         "deterministic algorithms",
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
@@ -183,9 +157,7 @@ SETTINGS = (
         for name in ("benchmark", "deterministic", "enabled")
     ),
     Setting("precision of float32 products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    Setting("precision by backend", lambda: [one.fp32_precision for one in _BACKENDS], _set_precisions),
     Setting("threads", torch.get_num_threads, torch.set_num_threads),
-    Setting("stream of CUDA", _stream, _set_stream),
 )
 """The settings that `settings_preserved` puts back, in this order."""
 
@@ -255,7 +227,7 @@ _PROCESS = frozenset({"asyncio", "concurrent", "io", "logging", "multiprocessing
 own while it runs."""
 
 
-def preserved(model: nn.Module, *, values: bool = True, lazy: bool = True) -> ModelState:
+def preserved(model: nn.Module, *, values: bool = True) -> ModelState:
     """Return a `with` block that restores `model` at its end, also after an exception. See `ModelState`.
 
     >>> model = nn.BatchNorm1d(3)
@@ -266,17 +238,19 @@ def preserved(model: nn.Module, *, values: bool = True, lazy: bool = True) -> Mo
     >>> int(model.num_batches_tracked), model.weight.dtype
     (0, torch.float32)
     """
-    return ModelState(model, values=values, lazy=lazy)
+    return ModelState(model, values=values)
 
 
-def has_lazy(model: nn.Module, *, recurse: bool = True) -> bool:
-    """Whether the model has a lazy module that has seen no input, or, without ``recurse``, is one itself."""
-    modules = model.modules() if recurse else (model,)
-    return any(
-        tensor is not None and is_lazy(tensor)
-        for module in modules
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-    )
+def has_lazy(module: nn.Module) -> bool:
+    """Whether a module itself is lazy and has seen no input."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and is_lazy(tensor) for tensor in own)
+
+
+def check_not_lazy(model: nn.Module) -> None:
+    """Raise `UsageError` for a model with lazy modules that have seen no input: a run would give them shapes."""
+    if any(map(has_lazy, model.modules())):
+        raise UsageError("the model is lazy and has seen no input: call it once before, model(...)")
 
 
 class ModelState:
@@ -291,7 +265,6 @@ class ModelState:
     * what attributes refer to, however deep: the contents of lists, dicts, sets, deques and their subclasses, the
       numbers in arrays of numpy, the states of random generators, the attributes of objects, an optimizer's among them.
     * hooks of modules: those that were added are removed, and those that were removed are added.
-    * lazy modules that had seen no input: they are lazy again.
 
     A `with` block also puts back the settings that the process had when it began, see `process.SETTINGS`. It holds
     interrupts, so that nothing is left half restored. Code of the user inside it runs in `interruptible`.
@@ -305,22 +278,20 @@ class ModelState:
         model: The model. The memory of its tensors is copied once.
         values: Whether to copy the memory of tensors and put their bits back. A forward that cannot change any, such as
             one on fake tensors, does not need it.
-        lazy: Whether lazy modules become lazy again. If False they keep the shapes that they get meanwhile, and only
-            their mode is put back.
         generators: Whether to put back the model's own random generators. If False, what depends on them is different
             when the model runs again.
     """
 
-    def __init__(self, model: nn.Module, *, values: bool = True, lazy: bool = True, generators: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, values: bool = True, generators: bool = True) -> None:
         self.notes: list[str] = []
         """What cannot be put back, in sentences."""
-        self._values, self._lazy, self._with_generators = values, lazy, generators
+        self._values, self._with_generators = values, generators
         self._draws: list[_Action] = []
         self._blocks: list[tuple[held, Settings]] = []
         self._known: set[int] = set()
         self._restores: list[_Action] = []
         self._memory: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # with the bytes, by address
-        self._late: list[_Action] = []  # hooks and lazy classes, which are put back after all attributes
+        self._late: list[_Action] = []  # hooks, which are put back after all attributes
         self._types: dict[type, tuple[bool, bool]] = {}  # whether values are saved, and whether by their attributes
         self._found: deque[tuple[str, Any]] = deque()
         with held(), _modes_off():
@@ -418,15 +389,13 @@ class ModelState:
         return None
 
     def _save_module(self, name: str, module: nn.Module) -> None:
-        names, lazy = vars(module), has_lazy(module, recurse=False)
-        if lazy and not self._lazy:
+        names = vars(module)
+        if has_lazy(module):
             training = module.training
             self._restores.append(lambda: names.update(training=training))
+            self.notes.append(f"{name or 'the model'} is lazy and has seen no input: it keeps the shapes of this run")
             return
         self._late.append(_hooks([value for key, value in names.items() if key in _HOOKS and isinstance(value, dict)]))
-        if lazy:
-            self._late.append(_laziness(module))
-            self.notes.append(f"{name or 'the model'} is lazy and has seen no input: its shapes are those of this run")
         self._restores.append(_attributes(names, without=_HOOKS))
         for key, value in names.items():
             if key not in _HOOKS and self._kept(type(value))[0]:
@@ -531,23 +500,6 @@ def _hooks(tables: list[dict[int, Any]]) -> _Action:
             if list(hooks.items()) != wanted:
                 hooks.clear()
                 hooks.update(wanted)
-
-    return restore
-
-
-def _laziness(module: nn.Module) -> _Action:
-    """Make a module lazy again: its class, which a forward changes, and its tensors without shapes."""
-    kind = type(module)
-    own = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None and is_lazy(x)]
-    before = [(tensor, type(tensor), tensor.data, tensor.requires_grad) for tensor in own]
-
-    def restore() -> None:
-        module.__class__ = kind
-        for tensor, cls, data, requires_grad in before:
-            tensor.grad = None
-            tensor.data = data
-            tensor.__class__ = cls
-            tensor.requires_grad_(requires_grad)
 
     return restore
 

@@ -28,6 +28,4 @@ from .origin import graph_nodes as graph_nodes
 from .run import Mode as Mode
 from .run import Run as Run
 from .run import is_same_device as is_same_device
-from .watch import StopOn as StopOn
 from .watch import Watch as Watch
-from .watch import watched as watched

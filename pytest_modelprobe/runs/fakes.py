@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from pytest_modelprobe._torch import GROUPED_PRODUCT, DispatchMode, FakeTensorMode
 from pytest_modelprobe.capture import Capture, Options, assemble
-from pytest_modelprobe.models import Layers, map_tensors, preserved, seeding
+from pytest_modelprobe.models import Layers, check_not_lazy, map_tensors, preserved, seeding
 from pytest_modelprobe.record import Record
 
 
@@ -126,6 +126,7 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
     layers = Layers(model)
     if not (args or kwargs):
         return assemble(Capture(layers, Options()))
+    check_not_lazy(model)
     # Torch's cache of fakes fails on packed weights of quantized models, which it cannot compare. Without the cache a
     # forward is slow, so it comes second.
     for cached in (True, False):

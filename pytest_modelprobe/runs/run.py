@@ -31,10 +31,10 @@ from pytest_modelprobe.models import (
     attributes,
     autocast_states,
     changing_hooks,
+    check_not_lazy,
     detached_copy,
     flatten,
     flatten_call,
-    has_lazy,
     map_tensors,
     preserved,
     seeding,
@@ -49,7 +49,6 @@ from pytest_modelprobe.record import (
     Record,
     has_nonfinite,
     is_narrow,
-    nearest,
     qualified,
 )
 
@@ -109,6 +108,7 @@ class Run:
         seed: int,
         isolate: bool = False,
     ) -> None:
+        check_not_lazy(model)
         offloaded = Offloaded(model.modules())
         if any(parameter.is_meta and parameter not in offloaded for parameter in nn.Module.parameters(model)):
             raise UnsupportedModelError(
@@ -411,13 +411,6 @@ class Run:
                 self.model.train(self.mode == "train")
             if any(not (p.is_meta or is_same_device(p.device, self.device)) for p in nn.Module.parameters(self.model)):
                 self.model.to(self.device)
-            if has_lazy(self.model):  # its modules are initialized by a forward, of which everything else is restored
-                seeded = seeding.seeded(seeding.derive(self.seed, "run"))
-                with preserved(self.model, lazy=False), seeded, torch.no_grad():
-                    self.model.eval()
-                    # An error is not lost: the step raises it again, and says in which layer.
-                    with contextlib.suppress(Exception), interruptible():
-                        self._forward()
             for parameter in nn.Module.parameters(self.model):
                 parameter.grad = None
             yield state
@@ -439,28 +432,10 @@ class Run:
             return copy.to(self.device).requires_grad_(tensor.requires_grad)
 
         args, kwargs = map_tensors(copied, (self.args, self.kwargs))
-        try:
-            output = self.model(*args, **kwargs)
-        except TypeError as error:
-            self._note_misspelt(error)
-            raise
+        output = self.model(*args, **kwargs)
         if hidden := unseen(flatten("output", output)):
             raise UsageError(hidden)
         return output
-
-    def _note_misspelt(self, error: TypeError) -> None:
-        """Add a note to an error about an unknown keyword that is, or resembles, an option of the probe."""
-        options = (
-            "loss", "mode", "layers", "keep", "functionals", "attention", "profile", "isolate", "histograms", "kwargs",
-        )  # fmt: skip
-        of_watch = ("stop_on", "steps", "positions", "compiled")
-        for name in self.kwargs:
-            if f"unexpected keyword argument '{name}'" not in str(error):
-                continue
-            if name in of_watch:
-                error.add_note(f"{name}= went to the model: it is an option of ModelProbe.watch, not of run")
-            elif near := nearest(name, options, n=1):
-                error.add_note(f"{name}= went to the model: is run's own {near[0]}= meant?")
 
     def _step(self, move: Move | None = None) -> None:
         __tracebackhide__ = True

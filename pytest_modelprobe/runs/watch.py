@@ -7,35 +7,28 @@ alone later. Records are made when they are asked for, and made again once a hoo
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
 from pytest_modelprobe import extension
 from pytest_modelprobe._torch import next_hook
-from pytest_modelprobe.capture import Capture, ForwardCounts, Options, SeenValue, Which, assemble
-from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
+from pytest_modelprobe.capture import Capture, ForwardCounts, Options, Which, assemble
+from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
 from pytest_modelprobe.record import (
     IsolatedResponse,
     Record,
     Selector,
-    Statistics,
-    label_of,
     with_live_run,
 )
-from pytest_modelprobe.text import Cell, count, failure, number, shape
 
-from .isolation import IsolationOptions, KeptForwards, isolate, merged, recipes_of
+from .isolation import IsolationOptions, KeptForwards, isolate
 from .live import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
-
-StopOn = Literal["nonfinite"] | Callable[[Statistics], object]
-
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
 
@@ -46,7 +39,8 @@ if TYPE_CHECKING:
 class Watch:
     """Observes the forwards and backwards of a model until it is closed.
 
-    It never moves or changes the model, and closes itself when it is garbage collected. Made by `ModelProbe.watch`.
+    It never moves or changes the model, and closes itself when it is garbage collected. In tests `ModelProbe.watch`
+    makes one.
 
     Args:
         model: The model; wrappers (DDP, compiled modules) are removed.
@@ -60,7 +54,6 @@ class Watch:
             code changed. This copies the inputs of the first forwards.
         histograms: Whether to record the histogram of each value and gradient.
         steps: How many steps of training to keep, each in a record of its own.
-        stop_on: Condition at which to raise in the forward or backward, see `ModelProbe.watch`.
         seed: Stored in the record.
 
     >>> import torch
@@ -86,13 +79,8 @@ class Watch:
         isolate: bool = True,
         histograms: bool = False,
         steps: int = 1,
-        stop_on: StopOn | None = None,
         seed: int | None = None,
     ) -> None:
-        if stop_on is not None and stop_on != "nonfinite" and not callable(stop_on):
-            raise UsageError(
-                f"stop_on is 'nonfinite', a callable that takes the statistics of a value, or None; got {stop_on!r}"
-            )
         options = Options(
             layers=layers,
             keep=keep,
@@ -116,7 +104,6 @@ class Watch:
             found,
             options,
             on_forward=self._forwards.begins if self._forwards else None,
-            judge=None if stop_on is None else functools.partial(_judge, weakref.ref(self), stop_on),
         )
         try:
             with held():
@@ -212,8 +199,7 @@ class Watch:
     def kept(self) -> Mapping[str, list[Any]]:
         """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies.
 
-        For a tensor inside a `torch.func` transform such as ``vmap``, and for one that torch cannot copy, there is a
-        ``NotKept`` with the reason.
+        For a tensor that torch cannot copy, or not out of a `torch.func` transform such as ``vmap``, there is `None`.
         """
         return self._capture.kept
 
@@ -255,14 +241,14 @@ class Watch:
         assert self._forwards is not None
         one = {"first": self._forwards.first, "last": self._forwards.newest}
         alone = one.get(which) if which in one else None
-        kept = [[alone]] if alone else [] if which in one else self._forwards.kept.values()
-        reason = self._forwards.obstacle() if kept else "only the first two forwards of a kind can be run again"
+        kept = [alone] if alone else [] if which in one else self._forwards.kept.values()
+        reason = self._forwards.obstacle() if kept else "only the first forward of a kind can be run again"
         if reason is not None:
             return with_note(record, f"no layer was called alone: {reason}")
-        found: dict[Place, dict[int, IsolatedResponse]] = {}
-        for nth, again in (pair for forwards in kept for pair in enumerate(forwards, 1)):
+        found: dict[Place, IsolatedResponse] = {}
+        for again in kept:
             recipes = {
-                (layer.name, call.index): recipes_of(call.response, nth)
+                (layer.name, call.index): call.response.recipes
                 for layer, call in request.like.calls
                 if call.response is not None and (call.root, call.root_training) == again.kind
             }
@@ -279,13 +265,13 @@ class Watch:
                     responses = isolate(self.model, functools.partial(self._forwards.run, again), options)
             except Exception as error:  # noqa: BLE001 - whatever a model does that is not as it was
                 what = again.reason or f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                record = with_note(record, f"no layer was called alone in forward {nth} of {again.kind[0]}: {what}")
+                record = with_note(record, f"no layer was called alone in the forward of {again.kind[0]}: {what}")
                 continue
             for key, response in responses.items():
                 if key[0] in changed:
                     response = IsolatedResponse(reason="tensors that it keeps were changed since")
-                found.setdefault((*again.kind, *key), {})[nth] = response
-        return with_responses(record, {place: merged(numbered) for place, numbered in found.items()})
+                found[*again.kind, *key] = response
+        return with_responses(record, found)
 
 
 class _StepRecords(Sequence[Record]):
@@ -306,108 +292,6 @@ class _StepRecords(Sequence[Record]):
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
         numbers = range(len(self))[index]
         return [self._watch._record(n) for n in numbers] if isinstance(numbers, range) else self._watch._record(numbers)
-
-
-def _is_met(stop_on: StopOn, statistics: Statistics) -> bool:
-    """Return whether to stop at a value with these statistics."""
-    return bool(statistics.nonfinite) if stop_on == "nonfinite" else bool(stop_on(statistics))
-
-
-def _judge(watch: weakref.ref[Watch], stop_on: StopOn, seen: SeenValue) -> StoppedError | None:
-    open_watch = watch()
-    if open_watch is None or not _is_met(stop_on, seen.statistics):
-        return None
-    type_name = open_watch._capture.type_name(seen.layer)
-    open_watch.close()
-    s, value = seen.statistics, f"the gradient of its {seen.path}" if seen.is_gradient else f"its {seen.path}"
-    label = label_of(seen.layer, type_name)
-    if stop_on == "nonfinite":
-        first = f"{label}: {s.nonfinite:,} of {count(s.count, 'element')} of {value} are NaN or infinite"
-    else:
-        first = f"{label}: {value} meets stop_on={getattr(stop_on, '__qualname__', repr(stop_on))}"
-    if seen.call:
-        first += f", in call {seen.call} (from 0)"
-    rows: list[list[Cell]] = [
-        [path, shape(dimensions), t.nan, t.posinf + t.neginf, *map(number, (t.min, t.max, t.rms))]
-        for path, dimensions, t in seen.others
-    ]
-    columns = ["value", "shape", "NaN", "infinite", "min", "max", "rms"]
-    if seen.is_gradient:
-        next_step = "No gradient before it in the backward pass does: look at what uses this value, at last the loss."
-    elif any(_is_met(stop_on, s) for path, _, s in seen.others if path.startswith("input")):
-        next_step = "An input does too, and no recorded layer returned it: look at the code before this call."
-    else:
-        next_step = f"No output of a layer before it does, nor an input: look at the forward of {type_name}."
-    return StoppedError(failure(first, columns, rows, next_step))
-
-
-# --- `watched`: a watch in one word, for code that is no test --------------------------------------------------------
-
-
-@overload
-def watched(target: nn.Module, /, **options: Any) -> Watch: ...
-
-
-@overload
-def watched(target: Callable[..., Any] | None = None, /, **options: Any) -> Any: ...
-
-
-def watched(target: nn.Module | Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Return a watch of a model, for a ``with`` statement, or a function that watches the model it is called with.
-
-    A decorated function observes the first model among its arguments during each call. Its attribute ``watch`` is the
-    `Watch` of the newest call, even if the call raised. It is `None` before the first call.
-
-    Args:
-        target: A model, or a function to decorate. Without it, a decorator is returned.
-        **options: Options of `ModelProbe.watch`: ``steps=``, ``layers=``, ``stop_on=``.
-
-    Raises:
-        UsageError: The target is neither, or the decorated function is called without a model, or it is asynchronous or
-            a generator, whose call ends before it runs.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> model = nn.Linear(2, 3)
-    >>> with watched(model) as watch:
-    ...     _ = model(torch.ones(4, 2))
-    >>> watch.record.forwards
-    1
-    >>> @watched(layers="0")
-    ... def evaluate(model, x):
-    ...     return model(x).sum()
-    >>> _ = evaluate(nn.Sequential(model, nn.Tanh()), torch.ones(4, 2))
-    >>> list(evaluate.watch.record.layers)
-    ['0']
-    """
-    if isinstance(target, nn.Module):
-        return Watch(target, **options)
-    if target is None:
-        return functools.partial(_decorated, **options)
-    return _decorated(target, **options)
-
-
-def _decorated(function: Callable[..., Any], /, **options: Any) -> Any:
-    if not callable(function) or isinstance(function, type):
-        raise UsageError(f"watched takes a model or a function that is called with one; got {_name(function)}")
-    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-        raise UsageError(f"{_name(function)} returns before it runs: use `with watched(model) as watch` inside it")
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        model = next((value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)), None)
-        if model is None:
-            raise UsageError(f"{_name(function)} is called without a model: give it one as an argument")
-        with Watch(model, **options) as decorated.watch:
-            return function(*args, **kwargs)
-
-    decorated: Any = called
-    decorated.watch = None
-    return decorated
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 extension.attach(Watch, "watch")

@@ -67,56 +67,6 @@ _INFINITE, _NAN = 2.0, 4.0  # these stand for elements that are not finite, in u
 # --- elements in logical order ------------------------------------------------------------------------------------
 
 
-def pieces(x: Tensor, size: int) -> Iterator[Tensor]:
-    """Yield the elements in logical order, flat and contiguous, ``size`` at a time.
-
-    A piece may be overwritten when the next one is asked for.
-
-    >>> [piece.tolist() for piece in pieces(torch.arange(6).view(2, 3).t(), 4)]
-    [[0, 3, 1, 4], [2, 5]]
-    """
-    count = x.numel()
-    if count <= size:
-        yield x.reshape(-1)
-        return
-    if x.is_contiguous():
-        yield from x.view(-1).split(size)
-        return
-    buffer = torch.empty(size, dtype=x.dtype, device=x.device)
-    for start in range(0, count, size):
-        stop = min(start + size, count)
-        _copy(x, start, stop, buffer[: stop - start])
-        yield buffer[: stop - start]
-
-
-def _copy(x: Tensor, start: int, stop: int, out: Tensor) -> None:
-    """Copy the elements from ``start`` to ``stop``, in logical order."""
-    if stop - start == x.numel():
-        _copy_whole(x, out.view(x.shape))
-        return
-    inner = x.numel() // len(x)
-    first, last = -(-start // inner), stop // inner  # the slices from first to last are copied whole
-    if first > last:
-        _copy(x[last], start - last * inner, stop - last * inner, out)
-        return
-    head, tail = first * inner - start, stop - last * inner
-    if head:
-        _copy(x[first - 1], inner - head, inner, out[:head])
-    if first < last:
-        _copy_whole(x[first:last], out[head : len(out) - tail].view(last - first, *x.shape[1:]))
-    if tail:
-        _copy(x[last], 0, tail, out[len(out) - tail :])
-
-
-def _copy_whole(x: Tensor, out: Tensor) -> None:
-    if x.dim() and x.shape[-1] > 512 and x.stride(-1) != 1 and x.is_cpu:
-        # More columns would miss the cache of page addresses (TLB), and the copy take four times as long.
-        for to, part in zip(out.split(512, -1), x.split(512, -1), strict=True):
-            to.copy_(part)
-    else:
-        out.copy_(x)
-
-
 def _real(x: Tensor) -> Tensor:
     """Return the elements as numbers: complex ones as pairs, and none of them lazily negated or conjugated."""
     if x.is_complex():
@@ -138,11 +88,11 @@ def _cut(x: Tensor, samples: int, size: int) -> Iterator[tuple[int, int, Tensor]
     length = x.numel() // samples
     if length <= size:
         together = size // length
-        for number, piece in enumerate(pieces(x, together * length)):
+        for number, piece in enumerate(x.reshape(-1).split(together * length)):
             yield number * together, 0, piece.view(-1, length)
     else:
         for sample in range(samples):
-            for number, piece in enumerate(pieces(x if samples == 1 else x[sample], size)):
+            for number, piece in enumerate((x if samples == 1 else x[sample]).reshape(-1).split(size)):
                 yield sample, number * size, piece.view(1, -1)
 
 
@@ -164,7 +114,7 @@ def project(tensor: Tensor, samples: Samples = WHOLE) -> Array:
     # The largest magnitude scales all sums. It is looked for first, which costs a second read of the tensor.
     largest = torch.zeros((), dtype=torch.float64)
     x = _real(tensor)
-    for piece in pieces(x, PIECE) if x.is_floating_point() and x.numel() else ():
+    for piece in x.reshape(-1).split(PIECE) if x.is_floating_point() and x.numel() else ():
         wide = piece.double().abs()
         largest = torch.maximum(largest, torch.where(wide < math.inf, wide, 0).amax())
     return as_array(project_on_device(tensor, largest, samples))

@@ -104,11 +104,6 @@ def gradient_in_the_forward():
 
 
 @odd
-def lazy():
-    return nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2)), x()
-
-
-@odd
 def dynamically_quantized():
     with warnings.catch_warnings(action="ignore"):
         return torch.ao.quantization.quantize_dynamic(mlp().eval(), {nn.Linear}, dtype=torch.qint8), torch.randn(3, 4)

@@ -1,10 +1,8 @@
 """Read tensors of odd kinds in every way, and say before each which: `test_memory.py` runs this in another process.
 
-``python odd_tensors.py models`` runs small models with them, ``python odd_tensors.py COUNT SEED`` hands random ones to
-each function that reads, copies, compares or restores.
+``python odd_tensors.py COUNT SEED`` hands random ones to each function that reads, copies, compares or restores.
 """
 
-import itertools
 import os
 import random
 import sys
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from pytest_modelprobe import ModelProbe, checks, kernel, statistics
+from pytest_modelprobe import kernel, statistics
 from pytest_modelprobe.models import Layers, detached_copy, has_dense_storage, preserved
 from pytest_modelprobe.runs.isolation.contexts import attributes_restored
 from pytest_modelprobe.runs.isolation.tracing import KeptForwards
@@ -232,68 +230,7 @@ class another_thread:
         self._thread.join()
 
 
-# --- models that give out, hold and take one --------------------------------------------------------------------------
-
-
-class Gives(nn.Module):
-    def __init__(self, tensor):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.__dict__["make"] = lambda: tensor
-
-    def forward(self, x):
-        return self.linear(x), self.make()
-
-
-class First(nn.Module):
-    def forward(self, given):
-        return given[0]
-
-
-def observed(model, *odd, **options):
-    probe = ModelProbe()
-    return probe.run(model, probe.randn(2, 4), *odd, **options)
-
-
-def measured(model, *odd):
-    record = observed(model, *odd, isolate=True)
-    return record.live_run.measured(record.live_run.isolated(record, own_arguments=True))
-
-
-def watched(model):
-    probe = ModelProbe()
-    with probe.watch(model) as watch:
-        model(probe.randn(2, 4))
-    return watch.record
-
-
-MODELS = {
-    "output": lambda tensor: observed(nn.Sequential(Gives(tensor)), keep="*"),
-    "output and a loss": lambda tensor: observed(Gives(tensor), loss="random"),
-    "buffer": lambda tensor: observed(Holder(tensor)),
-    "measured output": lambda tensor: measured(Gives(tensor)),
-    "measured buffer": lambda tensor: measured(Holder(tensor)),
-    "watched output": lambda tensor: watched(Gives(tensor)),
-    "argument": lambda tensor: observed(Holder(torch.ones(1)), tensor),
-}
-
-
-def run_models():
-    draw = random.Random(0)
-    tried = itertools.product(sorted(KINDS.keys() - {"expanded"}), MODELS.items())
-    for kind, (way, run) in tried:
-        if (kind, way) != ("meta", "argument"):  # which is refused in a sentence
-            say(f"{way} that is {kind}")
-            run(KINDS[kind](draw))
-    models = (Holder, Gives, lambda tensor: nn.Sequential(Gives(tensor), First()))
-    for check, kind, model in itertools.product(checks.STANDARD.values(), ("freed", "zero"), models):
-        if check is not checks.checkpoint_parity:  # torch never ends with a constant that a checkpoint gives out
-            say(f"{check.__name__} of {model.__name__} with a tensor that is {kind}")
-            check.outcome(ModelProbe(), model(KINDS[kind](draw)), torch.ones(3, 4))
-    say("ran all models")
-
-
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    run_models() if sys.argv[1] == "models" else read_random(*map(int, sys.argv[1:]))
+    read_random(*map(int, sys.argv[1:]))

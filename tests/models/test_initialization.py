@@ -42,15 +42,13 @@ def hugging_face(kind, layers):
             "hidden_sizes": [8, 16, 32],
             "embedding_size": 8,
         },
-        "T5": {"num_layers": layers, "d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128},
-        "Mamba": {"num_hidden_layers": layers, "hidden_size": 64},
     }
     vocabulary = {} if kind == "ResNet" else {"vocab_size": 300}
     config = getattr(transformers, f"{kind}Config")(**sizes[kind], **vocabulary)
     return getattr(transformers, f"{kind}Model")(config)
 
 
-KINDS = ["GPT2", "ResNet", "T5", "Mamba"]
+KINDS = ["GPT2", "ResNet"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -185,12 +183,6 @@ def test_trunc_normal_stays_in_range():
         assert high - 0.01 < weight.max() <= high
 
 
-def test_trunc_normal_is_torch_s_own_again_afterwards():
-    original = nn.init._no_grad_trunc_normal_
-    build(lambda: Holder(WAYS["trunc_normal_"]), seed=0)
-    assert nn.init._no_grad_trunc_normal_ is original
-
-
 def test_the_padding_row_stays_zero():
     model = build(lambda: nn.Embedding(5, 3, padding_idx=2), seed=0)
     assert model.weight[2].tolist() == [0, 0, 0]
@@ -212,16 +204,6 @@ def test_a_tensor_overwritten_with_fixed_values_keeps_them():
     assert torch.equal(model.weight, table)
     assert model.bias.tolist() == [0, 0, 0]
     assert not torch.equal(model.copied, table)
-
-
-def test_a_copy_of_a_weight_stays_a_copy():
-    def make():
-        model = nn.ModuleDict({"target": nn.Linear(3, 3), "online": nn.Linear(3, 3)})
-        model["target"].load_state_dict(model["online"].state_dict())
-        return model
-
-    model = build(make, seed=0)
-    assert torch.equal(model["target"].weight, model["online"].weight)
 
 
 def test_a_weight_made_of_two_others_stays_their_sum():
@@ -282,25 +264,6 @@ def test_numbers_of_numpy_and_random_are_the_same_every_time():
 
     first, second = (build(lambda: Holder(make), seed=0).it for _ in range(2))
     assert torch.equal(first, second)
-
-
-def test_many_temporaries_do_not_stay_in_the_log(monkeypatch):
-    sizes = []
-    track = initialization._RandomLog._track
-
-    def counted(log, *args, **options):
-        sizes.append(len(log._stores))
-        return track(log, *args, **options)
-
-    monkeypatch.setattr(initialization._RandomLog, "_track", counted)
-
-    def make():
-        for _ in range(5000):
-            torch.randn(2)
-        return nn.Linear(2, 2)
-
-    build(make, seed=0)
-    assert max(sizes) < 1100
 
 
 # --- named initialization: where there is nothing to fill, and misuse -------------------------

@@ -23,11 +23,6 @@ def last_line_of(*arguments):
 
 
 @pytest.mark.usefixtures("_forked")
-def test_a_model_may_give_out_hold_and_take_a_tensor_of_any_kind():
-    assert last_line_of("models") == "ran all models"
-
-
-@pytest.mark.usefixtures("_forked")
 def test_no_way_of_reading_reads_memory_that_is_not_the_tensors():
     """Under AddressSanitizer (``tox -e kernel-sanitized``) too, which sees less than everything.
 

@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
 from pytest_modelprobe.models.restoring import GENERATORS, SETTINGS, settings_preserved
@@ -189,17 +187,6 @@ def test_what_a_forward_changes_is_as_it_was(kind: str, depth: str, action: str)
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
-class Passing(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Dispatching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-LEFT_ON: list[object] = []
 """Modes that stay on are held here: torch 2.6 ends the process where it takes one off that nothing else holds."""
 
 
@@ -208,19 +195,9 @@ def change_environment() -> None:
     os.environ.pop("PATH", None)
 
 
-def change_modes() -> None:
-    torch.set_default_device("cpu")
-    Passing().__enter__()
-
-
 def change_autocast() -> None:
     torch.set_autocast_dtype("cpu", torch.float16)
     torch.set_autocast_enabled("cpu", True)
-
-
-def change_precisions() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    torch.backends.mkldnn.conv.fp32_precision = "bf16"
 
 
 def change_cudnn(name: str) -> Callable[[], object]:
@@ -230,18 +207,13 @@ def change_cudnn(name: str) -> Callable[[], object]:
 CHANGES: dict[str, Callable[[], object]] = {
     "environment": change_environment,
     "warning filters": lambda: warnings.simplefilter("ignore"),
-    "function modes and default device": change_modes,
-    "dispatch modes": lambda: LEFT_ON.append(Dispatching().__enter__()),
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
     "grad mode": lambda: torch.set_grad_enabled(False),
     "autocast": change_autocast,
-    "autocast cache": lambda: torch.set_autocast_cache_enabled(False),
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     **{f"cuDNN {name}": change_cudnn(name) for name in ("benchmark", "deterministic", "enabled")},
     "precision of float32 products": lambda: torch.set_float32_matmul_precision("medium"),
-    "precision by backend": change_precisions,
     "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
-    "stream of CUDA": lambda: torch.cuda.set_stream(torch.cuda.Stream()),
     "generator of torch on the CPU": lambda: torch.rand(()),
     "generator of MPS": lambda: torch.rand((), device="mps"),
     "generators of XPU": lambda: torch.rand((), device="xpu"),
@@ -252,10 +224,6 @@ CHANGES: dict[str, Callable[[], object]] = {
 TABLE = {one.name: one for one in (*SETTINGS, *GENERATORS)}
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 ONLY: dict[str, Any] = {
-    "precision by backend": pytest.mark.skipif(
-        not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9 has one way"
-    ),
-    "stream of CUDA": CUDA,
     "generators of CUDA": CUDA,
 }
 
@@ -300,17 +268,6 @@ def test_the_documentation_names_what_the_table_puts_back_and_nothing_else() -> 
     assert set(TABLE) <= set(documented)
 
 
-def test_precisions_set_in_the_newer_way_which_the_older_cannot_read_are_no_obstacle() -> None:
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("torch before 2.9 has one way")
-    read = TABLE["precision by backend"].get
-    with settings_preserved():
-        change_precisions()
-        before = read()
-        run(Stateful(None, lambda: torch.set_float32_matmul_precision("highest")))
-        assert read() == before
-
-
 # --- where it stops -------------------------------------------------------------------------------------------------
 
 
@@ -325,14 +282,6 @@ def test_where_there_are_too_many_objects_a_note_says_where_it_stops() -> None:
         "held[0][19998] and what comes after it stays as a forward leaves it: 20,000 objects in the attributes of the "
         "model were looked at"
     )
-
-
-def test_a_lazy_module_says_so() -> None:
-    model = nn.Sequential(nn.LazyLinear(2))
-    record = ModelProbe().run(model, torch.ones(3, 4))
-    assert record.notes == ("0 is lazy and has seen no input: its shapes are those of this run",)
-    assert record.layers["0"].parameters[0].shape == (2, 4)
-    assert isinstance(model[0], nn.LazyLinear)
 
 
 def test_what_is_not_of_the_model_is_left_alone() -> None:

@@ -21,7 +21,6 @@ from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, V
 from pytest_modelprobe.runs import run
 from pytest_modelprobe.runs.isolation import IsolationOptions, isolate_repeatedly
 from pytest_modelprobe.runs.noise import (
-    Perturbation,
     perturbed,
     readings,
     relative_change,
@@ -105,34 +104,6 @@ def test_each_element_moves_by_one_unit_in_the_last_place(dtype: torch.dtype) ->
     units = change / x.to(torch.complex128).abs() / torch.finfo(dtype).eps
     assert units.min() > 0.4
     assert units.max() <= 1.0
-
-
-@pytest.mark.parametrize(
-    "stays",
-    [
-        torch.tensor([[0.0, torch.finfo(torch.float32).min]]),
-        torch.tensor([0.5, -math.inf]),
-        torch.tensor([0.5, math.nan]),
-        torch.tensor([0.0, 1.0, 1.0]),
-        torch.tensor([3, 4]),
-        torch.tensor([True]),
-        torch.ones(2, dtype=torch.bfloat16),
-    ],
-    ids=["mask at the smallest", "mask of infinities", "not a number", "zeros and ones", "ids", "bools", "bfloat16"],
-)
-def test_inputs_that_are_no_quantities_are_not_moved(stays: torch.Tensor) -> None:
-    assert Perturbation("repeat", far=True).input(stays, "input") is stays
-
-
-def test_what_is_tied_moves_together_and_what_is_frozen_moves_too() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    model[0].bias.requires_grad_(False)
-    before = model[0].bias.clone()
-    with Perturbation("repeat", far=False).applied(model):
-        pass
-    assert model[1].weight is model[0].weight
-    assert not torch.equal(model[0].bias, before)
 
 
 # --- what is measured ---------------------------------------------------------------------------------------------

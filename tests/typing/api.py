@@ -33,7 +33,6 @@ from pytest_modelprobe import (
     assert_training_loop,
     checks,
     faults,
-    watched,
 )
 
 
@@ -77,11 +76,10 @@ def test_one_number(modelprobe: ModelProbe) -> None:
 
 def test_watch(modelprobe: ModelProbe) -> None:
     model = Net().to(modelprobe.device)
-    with modelprobe.watch(model, keep="fc1", functionals=True, isolate=False, stop_on="nonfinite") as watch:
+    with modelprobe.watch(model, keep="fc1", functionals=True, isolate=False) as watch:
         model(modelprobe.randn(2, 3))
     assert_type(watch, Watch)
     assert_type(watch.first, Record)
-    assert_type(watched(model, steps=2), Watch)
     assert_type(watch.others, Record)
     assert_type(watch.counts.in_steps + watch.counts.evaluations + watch.counts.others, int)
     assert_grad_flow(watch)

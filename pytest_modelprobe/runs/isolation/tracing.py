@@ -41,7 +41,7 @@ from pytest_modelprobe.models import (
     seeding,
     version,
 )
-from pytest_modelprobe.record import ForwardKind, IsolatedResponse
+from pytest_modelprobe.record import ForwardKind
 from pytest_modelprobe.runs.noise import NARROW
 
 from .recipes import kind_of
@@ -275,9 +275,6 @@ def line(text: str) -> str:
 # forward, the modes, and the buffers as they were. All of these are copied. If one cannot be copied, the forward is not
 # run again, and a note says why.
 
-_OF_A_KIND = 2
-"""Most forwards of a kind that are kept. They differ in shapes or plain arguments, as the steps of a decoder do."""
-
 _OWN = frozenset(vars(nn.Module())) | {"_hf_hook"}  # the hook of accelerate leads to the weights of all layers
 """Attributes of every module, and others that are not looked into."""
 
@@ -306,7 +303,7 @@ class KeptForward:
 
 
 class KeptForwards:
-    """Copies the inputs of the first forwards of each kind.
+    """Copies the inputs of the first forward of each kind.
 
     Args:
         layers: The layers of the model.
@@ -324,28 +321,24 @@ class KeptForwards:
     def __init__(self, layers: Layers) -> None:
         self.first: KeptForward | None = None
         self.newest: KeptForward | None = None
-        """The kept forward with the shapes and arguments of the newest one, or `None` if there is none."""
+        """The kept forward, if the newest one had its shapes and arguments."""
         self._layers = layers
-        self._kinds: dict[ForwardKind, dict[object, KeptForward]] = defaultdict(dict)
+        self.kept: dict[ForwardKind, KeptForward] = {}
+        self._like: dict[ForwardKind, object] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._held: dict[str, list[tuple[ReferenceType[Tensor], int | None]]] = {}
-
-    @property
-    def kept(self) -> dict[ForwardKind, list[KeptForward]]:
-        """The kept forwards, by kind."""
-        return {kind: list(known.values()) for kind, known in self._kinds.items()}
 
     def begins(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the inputs of a forward that is about to run, if it is new."""
         flat = flatten_call(args, kwargs)
         # Strided nested tensors have no shape.
         tensors = tuple((path, None if x.is_nested else x.shape, x.dtype) for path, x in flat.tensors)
-        like, known = (tensors, tuple(flat.plain.items())), self._kinds[kind]
+        like = tensors, tuple(flat.plain.items())
         if self.first is None:
             self._note_state()
-        if like not in known and len(known) < _OF_A_KIND:
-            known[like] = self._kept_forward(kind, args, kwargs)
-        self.newest = known.get(like)
+        if kind not in self.kept:
+            self.kept[kind], self._like[kind] = self._kept_forward(kind, args, kwargs), like
+        self.newest = self.kept[kind] if self._like[kind] == like else None
         self.first = self.first or self.newest
 
     def run(self, again: KeptForward) -> object:
@@ -429,41 +422,6 @@ class KeptForwards:
                     raise CannotTellError("it is inside a transform, or has no memory of its own")
                 known[id(tensor)] = one.requires_grad_(tensor.requires_grad)
             return copy.deepcopy(inputs, known)
-
-
-def merged(responses: Mapping[int, IsolatedResponse]) -> IsolatedResponse:
-    """Merge the responses of one call in several forwards, by their numbers from 1.
-
-    Forwards after the first have recipes of their own.
-
-    >>> first, later = (IsolatedResponse(recipes={"input": f"{n}x4 2^0"}) for n in (3, 1))
-    >>> merged({1: first, 2: later}).recipes
-    {'input': '3x4 2^0', 'input (forward 2)': '1x4 2^0'}
-    """
-    recipes: dict[str, str] = {}
-    for number, response in responses.items():
-        later = f" (forward {number})" if number > 1 else ""
-        recipes |= {f"{name}{later}": recipe for name, recipe in response.recipes.items()}
-    return dataclasses.replace(
-        next(iter(responses.values())),
-        recipes=recipes,
-        handed=tuple(handed for response in responses.values() for handed in response.handed),
-        reason=next((response.reason for response in responses.values() if response.reason), None),
-    )
-
-
-def recipes_of(response: IsolatedResponse, number: int) -> dict[str, str]:
-    """Return the recipes of a forward, from 1, in a merged response.
-
-    >>> recipes_of(IsolatedResponse(recipes={"input": "3x4 2^0", "input (forward 2)": "1x4 2^0"}), 2)
-    {'input': '1x4 2^0'}
-    """
-    found = {}
-    for name, recipe in response.recipes.items():
-        plain, _, later = name.partition(" (forward ")
-        if number == (int(later[:-1]) if later[:-1].isdigit() else 1):
-            found[plain] = recipe
-    return found
 
 
 def _written_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
