@@ -7,6 +7,7 @@ written is read back first: a file that the next run would refuse is never writt
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -320,7 +321,10 @@ class Comparer:
             return refusal
         if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self.outcomes):
             return preconditions.WRITTEN_TWICE
-        return preconditions.refuse_record(outcome.record, arguments)
+        refusal = preconditions.refuse_record(outcome.record, arguments)
+        if refusal is None and outcome.diagnosis is not None and self._policy.accept < math.inf:
+            refusal = preconditions.refuse_causes(outcome.diagnosis, self._policy.accept)
+        return refusal
 
     def _write_output(self, outcome: Outcome, arguments: Arguments, stored: Stored, folder: Path) -> None:
         root = self._item.config.rootpath

@@ -7,6 +7,7 @@ snapshots too, where a reviewer sees it.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -33,6 +34,8 @@ class Policy(NamedTuple):
     for_this_run: bool = False
     """Whether ``compare`` was given on the command line, not in the ini file or ``addopts``."""
     reason: str | None = None
+    accept: float = math.inf
+    """The relative change of an output below which an update writes; 0: only where no number changed."""
     output: Path | None = None
     may_write: bool = True
     """Whether an update may write. While ``CI`` is set it may only if the command line allows it."""
@@ -46,6 +49,12 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         help="what snapshots compare: the architecture or the behavior alone, or all, which a refactoring fails too",
     )
     group.addoption("--modelprobe-reason", metavar="TEXT", help="written beside each architecture that is updated")
+    group.addoption(
+        "--modelprobe-accept",
+        type=float,
+        metavar="LIMIT",
+        help="update only snapshots each cause in which changed less than LIMIT, as 1e-4; 0: only the structure",
+    )
     group.addoption(
         "--modelprobe-output",
         metavar="DIR",
@@ -81,8 +90,12 @@ def policy_of(config: pytest.Config) -> Policy:
     reason, output = config.getoption("--modelprobe-reason"), config.getoption("--modelprobe-output")
     if reason is not None and not reason.strip():
         raise pytest.UsageError("--modelprobe-reason is empty: say why the architecture changes, or leave it out")
-    if reason and not getattr(config.option, "update_snapshots", False):
-        raise pytest.UsageError("--modelprobe-reason is about what an update writes: add --snapshot-update")
+    accept = config.getoption("--modelprobe-accept")
+    if accept is not None and not accept >= 0:
+        raise pytest.UsageError(f"--modelprobe-accept={accept:g}: it is a relative change, as 1e-4, or 0")
+    for name, given in {"reason": reason, "accept": accept}.items():
+        if given is not None and not getattr(config.option, "update_snapshots", False):
+            raise pytest.UsageError(f"--modelprobe-{name} is about what an update writes: add --snapshot-update")
     return Policy(
         compare=option or ini or "all",
         strict=(option or ini) == "all",
@@ -90,6 +103,7 @@ def policy_of(config: pytest.Config) -> Policy:
         for_this_run=_of_command_line(config, "--modelprobe-compare"),
         compare_from=f"--modelprobe-compare={option}" if option else f"modelprobe_compare = {ini}",
         reason=reason,
+        accept=math.inf if accept is None else accept,
         output=Path(config.invocation_params.dir, output) if output else None,
         may_write=_may_write(config),
     )

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from pytest_modelprobe.assertions.activations import assert_finite
 from pytest_modelprobe.assertions.gradients import assert_grad_finite
-from pytest_modelprobe.comparison import LARGEST_TOLERANCE
+from pytest_modelprobe.comparison import LARGEST_TOLERANCE, Diagnosis
+from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import Call, Layer, Reading, Record, address, has_numbers
-from pytest_modelprobe.text import listed
+from pytest_modelprobe.text import count, listed
 
 from .snapshot import Allowed, Arguments
 
@@ -66,6 +67,21 @@ def refuse_record(record: Record, arguments: Arguments) -> Refusal | None:
         why = f"dropout was active: {dropped}, whose masks differ between platforms"
         return _refusal(why, "run in eval mode, set p to 0", "dropout")
     return None
+
+
+def refuse_causes(diagnosis: Diagnosis, limit: float) -> Refusal | None:
+    """Return the first cause that ``--modelprobe-accept`` does not cover; ``None`` if it covers all.
+
+    It covers a cause that changed less than the limit, and one without a number if no output changed.
+    """
+    causes = [*diagnosis.causes, *diagnosis.possible]
+    others = [c for c in causes if not (diagnosis.unchanged if c.change is None else c.change < limit)]
+    if diagnosis.same or (causes and not others):
+        return None
+    first = comparison_text.cause_text(others[0]) if others else "the cause is unknown"
+    more = f" and {count(len(others) - 1, 'more cause')}" if len(others) > 1 else ""
+    why = "" if diagnosis.output is None else f": the model's output changed{comparison_text.by(diagnosis.output)}"
+    return Refusal(f"not written: {first}{more}, which --modelprobe-accept={limit:g} does not cover{why}")
 
 
 def refuse_nondeterministic(record: Record, arguments: Arguments) -> Refusal | None:

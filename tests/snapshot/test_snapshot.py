@@ -887,6 +887,38 @@ def test_an_attribute_cut_out_of_the_file_by_hand_fails_the_test(project: Projec
     result.stdout.fnmatch_lines([f"E *AssertionError: {CUT_OUT[how]}"])
 
 
+def test_an_update_accepts_only_what_changed_little_or_the_structure_alone(project: Project) -> None:
+    project.update()
+    before = project.contents()
+    project.models(MODELS.replace("nn.Dropout(0.0)", "nn.Tanh()"))
+    for limit in ("0", "1e-4"):
+        result = project.update(f"--modelprobe-accept={limit}")
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(
+            [
+                f"*AssertionError: not written: drop*, which --modelprobe-accept={float(limit):g} does not cover: the mod*"
+            ]
+        )
+    assert project.contents() == before
+    project.update("--modelprobe-accept=9").assert_outcomes(passed=1)
+    project.models(MODELS.replace("nn.Dropout(0.0)", "nn.Tanh(); self.norm.added = 3"))
+    project.update("--modelprobe-accept=0").assert_outcomes(passed=1)
+    assert b"added" in project.contents()["test_net/test_x.arch.json"]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--modelprobe-accept=-1", "it is a relative change, as 1e-4, or 0"),
+        ("--modelprobe-reason= ", "is empty: say why"),
+    ],
+)
+def test_a_wrong_value_of_an_update_is_a_usage_error(project: Project, option: str, said: str) -> None:
+    result = project.update(option, test=SAME)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --modelprobe-*{said}*"])
+
+
 INERT = MODELS.replace("self.drop =", "self.norm.added = 3; self.drop =")
 
 
