@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -302,6 +302,25 @@ def unhook_tensor(hooks: weakref.ref[dict[int, Callable[..., Any]]], hook: Calla
 
 CALL: str = _private("torch.nn.Module._call_impl", cast(Any, nn.Module.__call__)).__name__
 """Name of the function that runs a module's hooks and its forward. Its Python frame is that of the call."""
+
+_STAGE = "torch.distributed.pipelining.stage"
+
+
+def learns_shapes(frame: FrameType | None) -> bool:
+    """Return whether a call is one by which a stage of a pipeline learns shapes.
+
+    From the second stage on, the inputs of such a call are memory that nobody has written, with NaN and huge numbers
+    that no model computed.
+
+    Args:
+        frame: The Python frame of the call.
+    """
+    while _STAGE in sys.modules and frame is not None:
+        if frame.f_code.co_name == "_prepare_forward_infra" and frame.f_globals.get("__name__") == _STAGE:
+            return True
+        frame = frame.f_back
+    return False
+
 
 _perhaps_one = {0: "perhaps one"}
 global_hooks: tuple[dict[int, Any], ...] = (

@@ -21,6 +21,7 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import (
     graph_task,
     is_wrapped,
+    learns_shapes,
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import ModelProbeError
@@ -263,6 +264,9 @@ class Capture:
         inputs = flatten_call(args, kwargs)
         if graph_task() != -1:
             self._recomputation.begin_call(name, inputs, frame)
+            return
+        if outermost and learns_shapes(frame):
+            self.notes["a stage of a pipeline called the model once to learn shapes: that forward is left out"] = None
             return
         if outermost:
             self._begin_forward(name, module, inputs)

@@ -498,3 +498,26 @@ def test_a_compiled_step_of_an_optimizer_is_recorded_and_compiles_nothing_of_the
         assert [(step.forwards, step.backwards) for step in watch.steps] == [(1, 1)] * 3
         assert watch.record.training.steps == 3
     assert all(torch.equal(watched[name], tensor) for name, tensor in unwatched.items())
+
+
+def test_a_step_of_a_pipeline_has_its_microbatches_and_no_forward_that_learns_shapes() -> None:
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with ModelProbe() as probe:
+            watch = probe.watch(model, steps=3)
+            stage = pipelining.PipelineStage(model, 0, 1, torch.device("cpu"))
+            pipeline = pipelining.Schedule1F1B(stage, 3, loss_fn=nn.functional.mse_loss)
+            for seed in range(2):
+                optimizer.zero_grad()
+                pipeline.step(x(seed), target=torch.zeros(6, 1))
+                optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [(step.forwards, step.backwards) for step in watch.steps] == [(3, 3)] * 2
+    assert (watch.record.forwards, watch.record.backwards, watch.evaluations.forwards) == (6, 6, 0)
+    assert watch.record.notes == (
+        "a stage of a pipeline called the model once to learn shapes: that forward is left out",
+    )

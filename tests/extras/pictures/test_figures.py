@@ -272,6 +272,7 @@ def test_a_function_of_the_output_is_a_target(probe: ModelProbe) -> None:
 
 def test_a_small_map_has_the_size_of_the_images(probe: ModelProbe) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.Flatten(), nn.LazyLinear(3))
+    model(X)
     assert probe.grad_cam(model, "0", 0, X).shape == (2, 8, 6)
 
 

@@ -127,13 +127,13 @@ def test_positions_that_go_on_are_named(probe: ModelProbe, ids: Tensor) -> None:
 # --- transformers -----------------------------------------------------------------------------------------------------
 
 
-def tiny(probe: ModelProbe, name: str) -> Any:
+def tiny(probe: ModelProbe, name: str, **more: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     options = {
         "Llama": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
         "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 1, "eos_token_id": 2},
     }
-    config = getattr(transformers, f"{name}Config")(vocab_size=30, **options[name])
+    config = getattr(transformers, f"{name}Config")(vocab_size=30, **options[name], **more)
     made = {"Llama": "LlamaForCausalLM", "GPT2": "GPT2LMHeadModel"}
     return probe.build(lambda: getattr(transformers, made[name])(config))
 
@@ -174,6 +174,17 @@ def test_rotary_positions_that_go_on_change_no_output(probe: ModelProbe) -> None
     model, ids = tiny(probe, "Llama"), probe.randint(3, 30, (2, 12))
     found = checks.packed_documents(probe, model, ids, pack=masked(counted_on))
     assert found.text.endswith("; layers inside differ, but the output agrees: first model.rotary_emb output[0]")
+
+
+def test_a_mask_that_is_added_as_numbers_is_named(probe: ModelProbe) -> None:
+    def as_integers(documents: Sequence[Tensor]) -> dict[str, Any]:
+        given = masked(begun_anew)(documents)
+        return {**given, "attention_mask": given["attention_mask"].float()}
+
+    found = checks.packed_documents.outcome(
+        probe, tiny(probe, "GPT2", attn_implementation="eager"), probe.randint(3, 30, (2, 12)), pack=as_integers
+    )
+    assert (found.verdict, found.layer) == ("broken", "transformer.h.0.attn")
 
 
 # --- what cannot be checked -------------------------------------------------------------------------------------------
