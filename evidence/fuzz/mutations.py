@@ -44,7 +44,7 @@ def mutated(texts: Texts, draw: random.Random) -> tuple[str, Bytes]:
     if data[1] is not None and draw.random() < 0.95:  # so that the mutation is looked at
         try:
             after = digest_of(data[0])
-        except (TypeError, ValueError, RecursionError, AttributeError):
+        except (TypeError, ValueError, RecursionError, AttributeError, LookupError):
             after = before
         if data[1].get("architecture") == before:
             data[1]["architecture"] = after
