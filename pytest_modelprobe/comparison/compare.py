@@ -184,7 +184,11 @@ class _Comparer:
         self.is_same_torch = expected.versions.get("torch") in (None, actual.versions.get("torch"))
         """Whether the same version of torch made both, as far as is recorded."""
         self.both_read = has_numbers(actual) and has_numbers(expected)
-        self.rounding = _largest_epsilon(expected)
+        calls = [call for _, call in expected.calls]
+        dtypes = {call.autocast or "" for call in calls} | {
+            v.dtype for call in calls for v in (*call.inputs, *call.outputs)
+        }
+        self.rounding = max(map(_tolerance.epsilon, dtypes), default=0.0)
         self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
@@ -543,15 +547,6 @@ _Place = tuple[str, bool, str]
 def _structural(layer: Layer, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
     kind: DifferenceKind = f"{what} {aspect}"  # type: ignore[assignment]
     return Difference(layer=layer.name, kind=kind, what=name, actual=actual, expected=expected)
-
-
-def _largest_epsilon(record: Record) -> float:
-    """Return the largest `epsilon` of the dtypes in a run."""
-    calls = [call for _, call in record.calls]
-    dtypes = {call.autocast or "" for call in calls} | {
-        v.dtype for call in calls for v in (*call.inputs, *call.outputs)
-    }
-    return max(map(_tolerance.epsilon, dtypes), default=0.0)
 
 
 def _rounding_growth(layer: Layer, parameter: Parameter) -> float:

@@ -470,7 +470,12 @@ def rows(differences: Sequence[Difference], actual: Record, expected: Record) ->
         if difference.change is not None:
             moved.setdefault(shown, []).append(difference)
         elif not any((difference.kind, container) in outer for container in containers(difference.layer)[1:]):
-            alike.setdefault((shown, *_texts(difference, actual, expected)), []).append(difference.layer)
+            now, was = _cell(difference.actual), _cell(difference.expected)
+            if difference.kind == "layer added" and difference.layer in actual.layers:
+                now = actual[difference.layer].type_name
+            elif difference.kind == "layer removed" and difference.layer in expected.layers:
+                was = expected[difference.layer].type_name
+            alike.setdefault((shown, _difference_label(difference), now, was), []).append(difference.layer)
     return [
         *(_row(shown, what, now, was, layers) for (shown, what, now, was), layers in alike.items()),
         *(_moved(shown, found) for shown, found in moved.items()),
@@ -486,17 +491,6 @@ def _moved(shown: str, differences: Sequence[Difference]) -> Row:
     what = listed(list(dict.fromkeys(_difference_label(d) for d in differences)))
     by = moved_by(differences, "up to " if len(differences) > 1 else "")
     return _row(shown, what, by, "", (d.layer for d in differences))
-
-
-def _texts(difference: Difference, actual: Record, expected: Record) -> tuple[str, str, str]:
-    """Return the change, the new value and the old one."""
-    kind = difference.kind
-    now, was = _cell(difference.actual), _cell(difference.expected)
-    if kind == "layer added" and difference.layer in actual.layers:
-        now = actual[difference.layer].type_name
-    elif kind == "layer removed" and difference.layer in expected.layers:
-        was = expected[difference.layer].type_name
-    return _difference_label(difference), now, was
 
 
 def _difference_label(difference: Difference) -> str:

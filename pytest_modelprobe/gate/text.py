@@ -83,7 +83,17 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
     if change.comparison is None or finding.kind == "format":
         return f"the same architecture{', and numbers within tolerance' * bool(change.either.numbers)}"
     if finding.causes:
-        return _causes_text(finding, change)
+        told = listed([_repeated_cause_text(*pair) for pair in grouped(finding.causes)], most=2)
+        diagnosis = change.diagnosis
+        if diagnosis is None:
+            return told
+        if set(finding.causes) <= set(diagnosis.possible):
+            told = f"possibly {told}"
+        same = diagnosis.unchanged and all(other.kind != "behavior" for other in change.findings)
+        if same and finding.kind in ("structure", "renamed"):
+            return f"{told}; behavior unchanged"
+        by = diagnosis.output if finding.kind == "behavior" else None
+        return told if by is None else f"{told}; the model's output changed{changed_by(by)}"
     if finding.differences and all(d.kind == "noise" for d in finding.differences):
         return f"the noise grew, so that more passes, in {_layers_text(finding)}"
     moved = [d for d in finding.differences if d.change is not None]
@@ -110,21 +120,6 @@ def _calls_text(finding: Finding, change: SnapshotChange) -> str:
     alone = {difference.layer for difference in finding.not_comparable}
     parts += [f"{count(len(alone), 'layer')} cannot be compared alone"] * bool(alone)
     return "; ".join(parts)
-
-
-def _causes_text(finding: Finding, change: SnapshotChange) -> str:
-    """Return the causes of a finding, and the change of the output."""
-    told = listed([_repeated_cause_text(*pair) for pair in grouped(finding.causes)], most=2)
-    diagnosis = change.diagnosis
-    if diagnosis is None:
-        return told
-    if set(finding.causes) <= set(diagnosis.possible):
-        told = f"possibly {told}"
-    same = diagnosis.unchanged and all(other.kind != "behavior" for other in change.findings)
-    if same and finding.kind in ("structure", "renamed"):
-        return f"{told}; behavior unchanged"
-    by = diagnosis.output if finding.kind == "behavior" else None
-    return told if by is None else f"{told}; the model's output changed{changed_by(by)}"
 
 
 def _repeated_cause_text(cause: Cause, times: int) -> str:

@@ -120,7 +120,9 @@ def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:
     alike: dict[Hashable, list[Pair]] = {}
     for pair in pairs:
         if pair.verdict == "changed":
-            alike.setdefault(_causes(pair), []).append(pair)
+            causes = (*pair.diagnosis.causes, *pair.diagnosis.possible)
+            found = {(one.kind, pattern(one.layer), one.what, str(one.actual), str(one.expected)) for one in causes}
+            alike.setdefault((frozenset(found) or (pair.here.test, pair.here.key)), []).append(pair)
     groups = sorted(alike.values(), key=len, reverse=True)
     for first, *others in groups[:_MOST_TEXTS]:
         yield from ("", f"{_where(first)}:", *comparison_text.text(first.diagnosis).splitlines())
@@ -138,13 +140,6 @@ def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:
         yield f"... {count(sum(map(len, rest[_MOST_LINES:])), 'more model')} changed"
     if len(groups) < sum(map(len, groups)) or rest:
         yield from ("", "The text of each model is in the page of --modelprobe-html=PATH.")
-
-
-def _causes(pair: Pair) -> Hashable:
-    """Return what the causes of models that changed alike have in common; repeated layers count as one."""
-    causes = (*pair.diagnosis.causes, *pair.diagnosis.possible)
-    found = {(one.kind, pattern(one.layer), one.what, str(one.actual), str(one.expected)) for one in causes}
-    return frozenset(found) or (pair.here.test, pair.here.key)
 
 
 def _where(pair: Pair) -> str:

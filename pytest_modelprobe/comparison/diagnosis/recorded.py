@@ -299,8 +299,14 @@ def optimizer_causes(index: ComparisonIndex) -> list[Cause]:
         return list(_update_causes(index, updates))
     moved = [difference for difference in found if difference.what.endswith(" group")]
     of_run = [difference for difference in found if difference not in moved]
-    said = _summary(index, updates)
-    hints = (said,) if said else ()
+    manners: dict[str, int] = {}
+    for difference in updates:
+        manner = _manner(index, difference) or "changed"
+        manners[manner] = manners.get(manner, 0) + 1
+    total = sum(own.update is not None for own in index.comparison.actual.parameters)
+    most = sorted(manners.items(), key=lambda pair: -pair[1])[:2]
+    parts = [f"{manner} in {n} of {count(total, 'parameter')}" for manner, n in most]
+    hints = (f"updates {', '.join(parts)}",) if parts else ()
     causes = [cause_of("optimizer", [difference], hints=hints) for difference in of_run]
     for layer in dict.fromkeys(difference.layer for difference in moved):
         here = [difference for difference in moved if difference.layer == layer]
@@ -334,18 +340,6 @@ def _update_causes(index: ComparisonIndex, updates: Sequence[Difference]) -> Ite
             held = sum(own.group == group for own in index.comparison.actual.parameters)
             what = f"{len(found)} of {count(held, 'parameter')}"
             yield cause_of("update", worst_first(found), layer=ROOT, what=what, hints=hints)
-
-
-def _summary(index: ComparisonIndex, updates: Sequence[Difference]) -> str:
-    """Return what became of the updates, for the cause that explains them."""
-    manners: dict[str, int] = {}
-    for difference in updates:
-        manner = _manner(index, difference) or "changed"
-        manners[manner] = manners.get(manner, 0) + 1
-    total = sum(own.update is not None for own in index.comparison.actual.parameters)
-    most = sorted(manners.items(), key=lambda pair: -pair[1])[:2]
-    parts = [f"{manner} in {n} of {count(total, 'parameter')}" for manner, n in most]
-    return f"updates {', '.join(parts)}" if parts else ""
 
 
 def _manner(index: ComparisonIndex, difference: Difference) -> str:
