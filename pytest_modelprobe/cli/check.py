@@ -38,10 +38,10 @@ from pytest_modelprobe.gate import (
     superseded,
 )
 from pytest_modelprobe.gate import text as gate_text
-from pytest_modelprobe.report import data, github, markdown
+from pytest_modelprobe.report import ci, markdown
 from pytest_modelprobe.text import printable
 
-from .common import DIFFERENT, SAME, as_json, resolve_source
+from .commands import DIFFERENT, SAME, as_json, resolve_source
 
 _DIFF_LEVELS: Mapping[Class, Level] = {kind: "allow" if kind == "format" else "warn" for kind in CLASSES}
 """The levels of `diff`, which denies nothing and leaves out changes of format."""
@@ -137,17 +137,17 @@ def _print(
     form: str, verdict: Verdict, as_text: Callable[[Verdict], str], as_markdown: Callable[[Verdict], str]
 ) -> None:
     if form == "json":
-        print(as_json(data.as_data(verdict)))
+        print(as_json(ci.as_data(verdict)))
     elif form == "markdown":
         print(as_markdown(verdict), end="")
     else:
         said = as_text(verdict)
-        print(github.without_commands(said) if form == "github" else said)
+        print(ci.without_commands(said) if form == "github" else said)
     if form == "github":
-        print(*github.annotation_commands(verdict), sep="\n")
+        print(*ci.annotation_commands(verdict), sep="\n")
         summary = os.environ.get("GITHUB_STEP_SUMMARY")
         if summary:
-            github.write_summary(Path(summary), as_markdown(verdict))
+            ci.write_summary(Path(summary), as_markdown(verdict))
 
 
 def run_declare(options: argparse.Namespace) -> int:

@@ -301,7 +301,7 @@ class Annotations:
             and (source := next(filter(None, (cause.source for cause in one.causes)), None)) is not None
         ]
         if located:
-            from pytest_modelprobe.report.github import MOST_ANNOTATIONS, command
+            from pytest_modelprobe.report.ci import MOST_ANNOTATIONS, command
 
             for test, one, source in located[:MOST_ANNOTATIONS]:
                 said, title = f"{test}: {one.first_line}", f"modelprobe: {one.model} changed"
@@ -309,7 +309,7 @@ class Annotations:
                 terminalreporter.write_line(text)
         path = os.environ.get("GITHUB_STEP_SUMMARY")
         if whole is not None and path:
-            from pytest_modelprobe.report.github import write_summary
+            from pytest_modelprobe.report.ci import write_summary
             from pytest_modelprobe.report.markdown import beside
 
             write_summary(Path(path), beside(whole, pairs))

@@ -27,9 +27,8 @@ import pytest
 from pytest_modelprobe import child
 from pytest_modelprobe.exceptions import ModelProbeError
 
-from .pairs import Pair, judged
+from .pairs import Pair, Written, judged, read_written
 from .recorder import Recorder
-from .records import Written, read_written
 
 _PACKAGES = ("pytest-modelprobe", "torch", "pytest")
 
