@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,18 @@ def run_show(options: argparse.Namespace) -> int:
         found = [{"snapshot": snapshot.path, **record.to_dict()} for snapshot, record in shown]
         print(as_json(found if len(found) > 1 else found[0]))
     elif options.format == "html":
-        _write_page(shown, options.output)
+        page, paths = "", []
+        for snapshot, record in shown:
+            page = page or record.to_html()
+            paths.append(snapshot.path)
+        if len(paths) > 1:
+            raise ModelProbeError(f"a page shows one snapshot, not {len(paths)}: name one of {listed(paths)}")
+        if options.output:
+            write_text(Path(options.output), page)
+            return SAME
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(encoding="utf-8")  # as the page says of itself, whatever the console has
+        print(page, end="")
     elif options.format == "markdown":
         for snapshot, record in shown:
             lines = [f"### {markdown.escaped(headline(snapshot.record))}", "", *markdown.table(*layer_rows(record)), ""]
@@ -73,22 +84,6 @@ def run_show(options: argparse.Namespace) -> int:
         for i, pair in enumerate(shown):
             print(("\n" if i else "") + _shown_as_text(*pair))
     return SAME
-
-
-def _write_page(shown: Iterable[tuple[SnapshotVersion, Record]], output: str | None) -> None:
-    """Write the page of the one snapshot that is shown."""
-    page, paths = "", []
-    for snapshot, record in shown:
-        page = page or record.to_html()
-        paths.append(snapshot.path)
-    if len(paths) > 1:
-        raise ModelProbeError(f"a page shows one snapshot, not {len(paths)}: name one of {listed(paths)}")
-    if output:
-        write_text(Path(output), page)
-    else:
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(encoding="utf-8")  # as the page says of itself, whatever the console has
-        print(page, end="")
 
 
 def _only(record: Record, globs: Sequence[str] | None) -> Record:

@@ -226,7 +226,14 @@ def cause_text(cause: Cause, label: str | None = None) -> str:
     if cause.kind == "gradient":
         return _gradient(cause, label)
     if cause.kind == "optimizer":
-        return _optimizer(cause, label, arrow)
+        if cause.what == GRADIENTS:
+            words = {AS_THEY_ARRIVED: "applied as they arrived", RESET: "reset before the step"}
+            sides = map(_value_text, (cause.actual, cause.expected))
+            now, then = (words.get(side, side.replace("others by", "replaced for")) for side in sides)
+            return f"gradients {now}, not {then}"
+        if cause.what.endswith(" group"):
+            return f"{label}: {cause.what} of the optimizer {arrow}"
+        return f"{cause.what} {arrow}"
     if cause.kind == "update":
         manner = cause.hints[0] if cause.hints else f"changed{by(cause.change, cause.sizes)}"
         return f"updates of {what} {manner}" if layer == ROOT else f"{label}: updates {manner} ({what})"
@@ -306,17 +313,6 @@ def _gradient(cause: Cause, label: str) -> str:
     if cause.gradient == "of value":
         return f"{label}: gradient of {cause.what} changed"
     return f"{label}: gradient {cause.gradient or 'changed'} {cause.what or 'in its own code'}"
-
-
-def _optimizer(cause: Cause, label: str, arrow: str) -> str:
-    if cause.what == GRADIENTS:
-        words = {AS_THEY_ARRIVED: "applied as they arrived", RESET: "reset before the step"}
-        sides = map(_value_text, (cause.actual, cause.expected))
-        now, then = (words.get(side, side.replace("others by", "replaced for")) for side in sides)
-        return f"gradients {now}, not {then}"
-    if cause.what.endswith(" group"):
-        return f"{label}: {cause.what} of the optimizer {arrow}"
-    return f"{cause.what} {arrow}"
 
 
 def percent(change: float | None) -> str:

@@ -91,19 +91,12 @@ def computation_causes(
     """
     certain: Causes = {}
     possible: Causes = {}
+    # Containers that call their children otherwise, one cause of each.
     altered = {cause.layer for cause in recorded if cause.kind == "attribute" or cause.what == "type"}
     for cause in (*_changed_child_inputs(index), *_reshaped_outputs(index), *_changed_call_counts(index, explained)):
         if cause.layer not in altered:
             (possible if {_DATA_DEPENDENT, _ROUTED} & {*cause.hints} else certain).setdefault(cause.layer, cause)
-    _add_other_responses(index, explained, certain, possible)
-    _add_seen_in_run(index, explained, certain, possible)
-    changed = {cause.layer for cause in recorded if cause.what not in ("renamed", "path")} | {*certain, *possible}
-    told = [_with_attributes(index, _with_effect_of_call(index, cause, changed)) for cause in certain.values()]
-    return in_layer_order(told, index.executed_layers), in_layer_order(possible.values(), index.executed_layers)
-
-
-def _add_other_responses(index: ComparisonIndex, explained: Collection[str], certain: Causes, possible: Causes) -> None:
-    """Add the layers whose isolated response differs; only possible where something else may explain it."""
+    # Layers whose isolated response differs; only possible where something else may explain it.
     around = {index.caller(name) for name in (*index.added, *index.removed)}
     for pair in index.comparison.calls:
         found = response_differences(index, pair)
@@ -119,27 +112,27 @@ def _add_other_responses(index: ComparisonIndex, explained: Collection[str], cer
             possible.setdefault(pair.layer, doubtful)
         elif before is None or before.evidence == "recorded":
             certain[pair.layer] = cause if before is None else _merged(before, cause)
-
-
-def _add_seen_in_run(index: ComparisonIndex, explained: Collection[str], certain: Causes, possible: Causes) -> None:
-    """Add the layers whose inputs match in the run and whose outputs do not."""
+    # Layers whose inputs match in the run and whose outputs do not.
     same_weights = not any(index.differences("weights", "buffer"))  # a layer may use those of another
     for step in index.steps:
-        pair = index.pair_of(step)
-        seen = None if pair is None or pair.layer in explained else _propagated_cause(index, step, pair)
-        if pair is None or seen is None:
+        called = index.pair_of(step)
+        seen = None if called is None or called.layer in explained else _propagated_cause(index, step, called)
+        if called is None or seen is None:
             continue
         cause, sure = seen
-        if pair.layer in certain:
-            certain[pair.layer] = _merged(certain[pair.layer], cause)
+        if called.layer in certain:
+            certain[called.layer] = _merged(certain[called.layer], cause)
         elif not sure:
-            possible.setdefault(pair.layer, cause)
-        elif index.is_response_conclusive(pair) and not (
+            possible.setdefault(called.layer, cause)
+        elif index.is_response_conclusive(called) and not (
             same_weights and _is_far_beyond_noise(cause) and not _enters_changed_code(index, step, certain)
         ):
-            possible.setdefault(pair.layer, cause.with_hints("its isolated response is unchanged"))
+            possible.setdefault(called.layer, cause.with_hints("its isolated response is unchanged"))
         else:
-            certain[pair.layer] = cause
+            certain[called.layer] = cause
+    changed = {cause.layer for cause in recorded if cause.what not in ("renamed", "path")} | {*certain, *possible}
+    told = [_with_attributes(index, _with_effect_of_call(index, cause, changed)) for cause in certain.values()]
+    return in_layer_order(told, index.executed_layers), in_layer_order(possible.values(), index.executed_layers)
 
 
 def _merged(first: Cause, second: Cause) -> Cause:

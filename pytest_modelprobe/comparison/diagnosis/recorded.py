@@ -190,7 +190,14 @@ def _architecture(index: ComparisonIndex) -> Iterator[Cause]:
         if above is None or f"{above.expected}.{own}" != difference.expected:
             hints = ("its weights are others: build draws them by name",) if name in drawn else ()
             yield cause_of("architecture", [difference], what="renamed", hints=hints)
-    yield from _outputs(index)
+    seen = set()  # outputs that have another path, each at the layer that makes it
+    for pair in index.comparison.calls:
+        for difference in index.of_call(pair, "path", "name"):
+            layer = _maker(index, pair, difference)
+            told = layer, difference.actual, difference.expected
+            if pair.actual.index == 0 and not index.has(layer, "type") and told not in seen:
+                yield path_cause(difference, layer=layer)
+            seen.add(told)
     for found in index.of_layer.values():
         retyped = [d for d in found if d.kind == "type"]
         if retyped:
@@ -202,18 +209,6 @@ def _architecture(index: ComparisonIndex) -> Iterator[Cause]:
             also = tuple(f"also {d.what} {d.expected} → {d.actual}" for d in same[1:])
             what = f"{same[0].what} {_ASPECTS.get(aspect, aspect)}".strip()
             yield cause_of("architecture", same, what=what, hints=also)
-
-
-def _outputs(index: ComparisonIndex) -> Iterator[Cause]:
-    """Yield outputs that were added, removed or have another path, at the layer that makes them."""
-    seen = set()
-    for pair in index.comparison.calls:
-        for difference in index.of_call(pair, "path", "name"):
-            layer = _maker(index, pair, difference)
-            told = layer, difference.actual, difference.expected
-            if pair.actual.index == 0 and not index.has(layer, "type") and told not in seen:
-                yield path_cause(difference, layer=layer)
-            seen.add(told)
 
 
 def _maker(index: ComparisonIndex, pair: CallPair, difference: Difference) -> str:
