@@ -20,8 +20,20 @@ from pytest_modelprobe.gate import CLASSES, DEFAULTS, LEVELS, MEANING
 from pytest_modelprobe.report import ci
 from pytest_modelprobe.text import fitted, printable, width_of
 
-from .check import run_check, run_declare, run_diff
-from .commands import DIFFERENT, ENDINGS, GIT_ATTRIBUTES, INCOMPLETE, SAME, run_bisect, run_init, run_report, run_show
+from .commands import (
+    DIFFERENT,
+    ENDINGS,
+    GIT_ATTRIBUTES,
+    INCOMPLETE,
+    SAME,
+    run_bisect,
+    run_check,
+    run_declare,
+    run_diff,
+    run_init,
+    run_report,
+    run_show,
+)
 
 __all__ = ["DIFFERENT", "GIT_ATTRIBUTES", "INCOMPLETE", "SAME", "main"]
 

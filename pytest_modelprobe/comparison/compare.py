@@ -19,7 +19,6 @@ from pytest_modelprobe.record import (
     ROOT,
     ROUNDING_OF_RESPONSES,
     Call,
-    Dimension,
     Glob,
     IsolatedResponse,
     Layer,
@@ -38,7 +37,7 @@ from pytest_modelprobe.record import (
     resolve_rename,
     response_dtype,
 )
-from pytest_modelprobe.text import count
+from pytest_modelprobe.text import count, shape
 
 from . import tolerance as _tolerance
 from .matching import (
@@ -294,7 +293,7 @@ class _Comparer:
             for aspect, x, y in zip(_ASPECTS, _aspects(a), _aspects(e), strict=True):
                 unknown = aspect == "persistent" and None in (x, y)
                 if x != y and not unknown and not (what == "buffer" and aspect == "trainable"):
-                    shown = (_shape(v) if isinstance(v, tuple) else v for v in (x, y))
+                    shown = (shape(v) if isinstance(v, tuple) else v for v in (x, y))
                     yield _structural(layer, what, name, aspect, *shown)
             if a.shape == e.shape:
                 yield from self._parameter_values(layer.name, a, e, what)
@@ -612,13 +611,8 @@ def _is_default(name: str, actual: Mapping[str, Plain], expected: Mapping[str, P
 
 
 def _description(tensor: Parameter | Value) -> str:
-    said = f"{_shape(tensor.shape)} {tensor.dtype}"
+    said = f"{shape(tensor.shape)} {tensor.dtype}"
     return f"{said}, not persistent" if getattr(tensor, "persistent", None) is False else said
-
-
-def _shape(shape: Sequence[Dimension]) -> str:
-    parts = [str(d) if isinstance(d, int) else f"{d[0]}..{d[1]}" for d in shape]
-    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
 class _Scale:

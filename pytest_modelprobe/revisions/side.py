@@ -391,8 +391,4 @@ def main(told: str, answer: str) -> None:
     tests = _Tests(job)
     config.pluginmanager.register(tests, "modelprobe-side")
     child.run_as_worker(config, {"workerid": "base", "workercount": 1})
-    Path(answer).write_text(json.dumps(_plain(tests.ran())), "ascii")
-
-
-def _plain(ran: Ran) -> dict[str, Any]:
-    return {name: list(v) if not isinstance(v, Mapping) else dict(v) for name, v in dataclasses.asdict(ran).items()}
+    Path(answer).write_text(json.dumps(dataclasses.asdict(tests.ran())), "ascii")
