@@ -45,6 +45,7 @@ from .ranks import this_rank as this_rank
 from .ranks import writing_rank as writing_rank
 from .record import GIVEN as GIVEN
 from .record import LiveRun as LiveRun
+from .record import NamedRecord as NamedRecord
 from .record import NamesBefore as NamesBefore
 from .record import Operation as Operation
 from .record import OptimizerGroup as OptimizerGroup

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from pytest_modelprobe import extension
 from pytest_modelprobe.exceptions import UnknownLayerError, UsageError
@@ -416,3 +416,18 @@ def with_applied_gradients(record: Record) -> Record:
 
     applied = dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()})
     return applied if record.live_run is None else with_live_run(applied, record.live_run)
+
+
+class NamedRecord(NamedTuple):
+    """A run or watch of a test."""
+
+    name: str
+    kind: Literal["run", "watch"]
+    record: Record | None
+    """The record, or `None` if it could not be made."""
+    error: str = ""
+    """Why the record could not be made."""
+    steps: Sequence[Record] = ()
+    """The records of the steps of training, if it is a watch that keeps several."""
+    forwards: str = ""
+    """How many forwards of a watch are part of steps and of evaluations, if a step was taken."""

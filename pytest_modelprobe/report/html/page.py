@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_modelprobe.record import Layer, Record, Value, elements
+from pytest_modelprobe.record import Layer, NamedRecord, Record, Value, elements
 from pytest_modelprobe.report.results import (
     Base,
     CaseResult,
@@ -28,7 +28,7 @@ from pytest_modelprobe.report.results import (
     SnapshotResult,
     verdict,
 )
-from pytest_modelprobe.report.runs import Observed, merged, run_of
+from pytest_modelprobe.report.runs import merged, run_of
 from pytest_modelprobe.text import count, html_escaped, shape
 
 from .charts import Axis, activation_scale, attention_entropy, gradient_flow, sparkline, update_ratios
@@ -478,7 +478,7 @@ IPython warns of a bare frame."""
 
 def record_page(record: Record) -> str:
     """Return the page of a record."""
-    return render_run(run_of(Observed(record.model, "run", record)))
+    return render_run(run_of(NamedRecord(record.model, "run", record)))
 
 
 def display(record: Record) -> None:
