@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from pytest_modelprobe import cli
-from pytest_modelprobe.cli.check import run_check
+from pytest_modelprobe.cli.commands import run_check
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))

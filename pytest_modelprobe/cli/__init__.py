@@ -17,15 +17,23 @@ from pytest_modelprobe import extension
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.files import DIRECTORY
 from pytest_modelprobe.gate import CLASSES, DEFAULTS, LEVELS, MEANING
-from pytest_modelprobe.report import github
+from pytest_modelprobe.report import ci
 from pytest_modelprobe.text import fitted, printable, width_of
 
-from .bisect import run_bisect
-from .check import run_check, run_declare, run_diff
-from .common import DIFFERENT, INCOMPLETE, SAME
-from .init import GIT_ATTRIBUTES, run_init
-from .report import ENDINGS, run_report
-from .show import run_show
+from .commands import (
+    DIFFERENT,
+    ENDINGS,
+    GIT_ATTRIBUTES,
+    INCOMPLETE,
+    SAME,
+    run_bisect,
+    run_check,
+    run_declare,
+    run_diff,
+    run_init,
+    run_report,
+    run_show,
+)
 
 __all__ = ["DIFFERENT", "GIT_ATTRIBUTES", "INCOMPLETE", "SAME", "main"]
 
@@ -54,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = printable(str(error))
         print(f"modelprobe: {said}", file=sys.stderr)
         if getattr(options, "format", "") == "github":
-            print(github.command("error", said, title="modelprobe could not complete"))
+            print(ci.command("error", said, title="modelprobe could not complete"))
         return INCOMPLETE
     return code
 

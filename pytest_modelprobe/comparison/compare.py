@@ -19,7 +19,6 @@ from pytest_modelprobe.record import (
     ROOT,
     ROUNDING_OF_RESPONSES,
     Call,
-    Dimension,
     Glob,
     IsolatedResponse,
     Layer,
@@ -38,7 +37,7 @@ from pytest_modelprobe.record import (
     resolve_rename,
     response_dtype,
 )
-from pytest_modelprobe.text import count
+from pytest_modelprobe.text import count, shape
 
 from . import tolerance as _tolerance
 from .matching import (
@@ -184,7 +183,11 @@ class _Comparer:
         self.is_same_torch = expected.versions.get("torch") in (None, actual.versions.get("torch"))
         """Whether the same version of torch made both, as far as is recorded."""
         self.both_read = has_numbers(actual) and has_numbers(expected)
-        self.rounding = _largest_epsilon(expected)
+        calls = [call for _, call in expected.calls]
+        dtypes = {call.autocast or "" for call in calls} | {
+            v.dtype for call in calls for v in (*call.inputs, *call.outputs)
+        }
+        self.rounding = max(map(_tolerance.epsilon, dtypes), default=0.0)
         self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
@@ -290,7 +293,7 @@ class _Comparer:
             for aspect, x, y in zip(_ASPECTS, _aspects(a), _aspects(e), strict=True):
                 unknown = aspect == "persistent" and None in (x, y)
                 if x != y and not unknown and not (what == "buffer" and aspect == "trainable"):
-                    shown = (_shape(v) if isinstance(v, tuple) else v for v in (x, y))
+                    shown = (shape(v) if isinstance(v, tuple) else v for v in (x, y))
                     yield _structural(layer, what, name, aspect, *shown)
             if a.shape == e.shape:
                 yield from self._parameter_values(layer.name, a, e, what)
@@ -545,15 +548,6 @@ def _structural(layer: Layer, what: str, name: str, aspect: str, actual: Plain, 
     return Difference(layer=layer.name, kind=kind, what=name, actual=actual, expected=expected)
 
 
-def _largest_epsilon(record: Record) -> float:
-    """Return the largest `epsilon` of the dtypes in a run."""
-    calls = [call for _, call in record.calls]
-    dtypes = {call.autocast or "" for call in calls} | {
-        v.dtype for call in calls for v in (*call.inputs, *call.outputs)
-    }
-    return max(map(_tolerance.epsilon, dtypes), default=0.0)
-
-
 def _rounding_growth(layer: Layer, parameter: Parameter) -> float:
     """Return the factor of the rounding of a parameter's gradient, which is a sum over the rows of outputs.
 
@@ -617,13 +611,8 @@ def _is_default(name: str, actual: Mapping[str, Plain], expected: Mapping[str, P
 
 
 def _description(tensor: Parameter | Value) -> str:
-    said = f"{_shape(tensor.shape)} {tensor.dtype}"
+    said = f"{shape(tensor.shape)} {tensor.dtype}"
     return f"{said}, not persistent" if getattr(tensor, "persistent", None) is False else said
-
-
-def _shape(shape: Sequence[Dimension]) -> str:
-    parts = [str(d) if isinstance(d, int) else f"{d[0]}..{d[1]}" for d in shape]
-    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
 class _Scale:

@@ -391,7 +391,9 @@ def _match_across(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dic
             free = [n for n in came if n.name not in taken]
             key = functools.partial(_made_of, made_of=made_of, numbered=numbered)
             for group in _pairs_by_key(left, free, key):
-                if _is_unambiguous(group, numbered=numbered):
+                named = any(old.children or _similarity(old.name, new.name) for old, new in group)
+                alone = len(group) == 1 and not all(numbers_in(node.name) for node in group[0])
+                if named and (numbered or alone):
                     for before, after in group:
                         _match(after, before, found)
 
@@ -416,14 +418,6 @@ def _match_by_contents(new: Mapping[str, _Node], old: Mapping[str, _Node], found
 
 def _made_of(node: _Node, *, made_of: Mapping[int, Hashable], numbered: bool) -> Hashable:
     return made_of[id(node)], numbers_in(node.name) if numbered else ()
-
-
-def _is_unambiguous(pairs: Sequence[tuple[_Node, _Node]], *, numbered: bool) -> bool:
-    """Whether pairs from different containers are unambiguous: a single layer also needs a similar name."""
-    named = any(old.children or _similarity(old.name, new.name) for old, new in pairs)
-    first = pairs[0]
-    alone = len(pairs) == 1 and not all(numbers_in(node.name) for node in first)
-    return named and (numbered or alone)
 
 
 # --- the same values under other names --------------------------------------------------------------------------------

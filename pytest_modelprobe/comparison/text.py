@@ -226,7 +226,14 @@ def cause_text(cause: Cause, label: str | None = None) -> str:
     if cause.kind == "gradient":
         return _gradient(cause, label)
     if cause.kind == "optimizer":
-        return _optimizer(cause, label, arrow)
+        if cause.what == GRADIENTS:
+            words = {AS_THEY_ARRIVED: "applied as they arrived", RESET: "reset before the step"}
+            sides = map(_value_text, (cause.actual, cause.expected))
+            now, then = (words.get(side, side.replace("others by", "replaced for")) for side in sides)
+            return f"gradients {now}, not {then}"
+        if cause.what.endswith(" group"):
+            return f"{label}: {cause.what} of the optimizer {arrow}"
+        return f"{cause.what} {arrow}"
     if cause.kind == "update":
         manner = cause.hints[0] if cause.hints else f"changed{by(cause.change, cause.sizes)}"
         return f"updates of {what} {manner}" if layer == ROOT else f"{label}: updates {manner} ({what})"
@@ -306,17 +313,6 @@ def _gradient(cause: Cause, label: str) -> str:
     if cause.gradient == "of value":
         return f"{label}: gradient of {cause.what} changed"
     return f"{label}: gradient {cause.gradient or 'changed'} {cause.what or 'in its own code'}"
-
-
-def _optimizer(cause: Cause, label: str, arrow: str) -> str:
-    if cause.what == GRADIENTS:
-        words = {AS_THEY_ARRIVED: "applied as they arrived", RESET: "reset before the step"}
-        sides = map(_value_text, (cause.actual, cause.expected))
-        now, then = (words.get(side, side.replace("others by", "replaced for")) for side in sides)
-        return f"gradients {now}, not {then}"
-    if cause.what.endswith(" group"):
-        return f"{label}: {cause.what} of the optimizer {arrow}"
-    return f"{cause.what} {arrow}"
 
 
 def percent(change: float | None) -> str:
@@ -470,7 +466,12 @@ def rows(differences: Sequence[Difference], actual: Record, expected: Record) ->
         if difference.change is not None:
             moved.setdefault(shown, []).append(difference)
         elif not any((difference.kind, container) in outer for container in containers(difference.layer)[1:]):
-            alike.setdefault((shown, *_texts(difference, actual, expected)), []).append(difference.layer)
+            now, was = _cell(difference.actual), _cell(difference.expected)
+            if difference.kind == "layer added" and difference.layer in actual.layers:
+                now = actual[difference.layer].type_name
+            elif difference.kind == "layer removed" and difference.layer in expected.layers:
+                was = expected[difference.layer].type_name
+            alike.setdefault((shown, _difference_label(difference), now, was), []).append(difference.layer)
     return [
         *(_row(shown, what, now, was, layers) for (shown, what, now, was), layers in alike.items()),
         *(_moved(shown, found) for shown, found in moved.items()),
@@ -486,17 +487,6 @@ def _moved(shown: str, differences: Sequence[Difference]) -> Row:
     what = listed(list(dict.fromkeys(_difference_label(d) for d in differences)))
     by = moved_by(differences, "up to " if len(differences) > 1 else "")
     return _row(shown, what, by, "", (d.layer for d in differences))
-
-
-def _texts(difference: Difference, actual: Record, expected: Record) -> tuple[str, str, str]:
-    """Return the change, the new value and the old one."""
-    kind = difference.kind
-    now, was = _cell(difference.actual), _cell(difference.expected)
-    if kind == "layer added" and difference.layer in actual.layers:
-        now = actual[difference.layer].type_name
-    elif kind == "layer removed" and difference.layer in expected.layers:
-        was = expected[difference.layer].type_name
-    return _difference_label(difference), now, was
 
 
 def _difference_label(difference: Difference) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.interrupts import held
-from pytest_modelprobe.record import saving
+from pytest_modelprobe.record import codec
 
 from .texts import MOST_BYTES, StoredSnapshot, Texts, decode, text_of, too_large
 
@@ -149,7 +149,7 @@ def _write(path: Path, text: str) -> None:
     target, data = _inside(path), text.encode("utf-8")
     try:
         if not (target.is_file() and target.stat().st_size == len(data) and target.read_bytes() == data):
-            saving.write_atomically(target, data)
+            codec.write_atomically(target, data)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_way_out(error, path)}") from None
 

@@ -19,7 +19,7 @@ import pytest
 from pytest_modelprobe import extension
 
 from . import hookspecs, revisions
-from .hookspecs import add_checks, tell_plugins
+from .hookspecs import add_checks
 from .settings import SETTINGS as SETTINGS
 from .settings import (
     add_filter,
@@ -41,10 +41,9 @@ from .terminal import (
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
+    from pytest_modelprobe.record import NamedRecord
     from pytest_modelprobe.snapshot.comparer import Comparer
     from pytest_modelprobe.snapshot.snapshot import ModelProbeSnapshot
-
-    from .terminal import NamedRecord
 
 # Loaded with this plugin also if PYTEST_DISABLE_PLUGIN_AUTOLOAD is set.
 pytest_plugins = ("syrupy", *extension.plugins())
@@ -396,7 +395,8 @@ def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
         return
     observed = named_records(probe)
     for one in observed:
-        tell_plugins(one.record, item)
+        if one.record is not None:
+            item.ihook.pytest_modelprobe_record(record=one.record, item=item)
     item.stash.setdefault(_CHECKED, []).extend(probe.take_checked())
     if observed:
         item.config.stash[SETTINGS].has_records = True
@@ -420,12 +420,12 @@ def _results_of(item: pytest.Item, comparer: Comparer | None) -> str:
     from dataclasses import replace
 
     from pytest_modelprobe.record import codec
-    from pytest_modelprobe.report.runs import Known, Observed, runs_of
+    from pytest_modelprobe.report.runs import Known, runs_of
 
     observed, figures = item.stash.get(_OBSERVED, []), item.stash.get(_FIGURES, [])
     item.stash[_OBSERVED], item.stash[_FIGURES] = [], []  # records are large
     known = [Known(one.given, one.diagnosis, one.expected) for one in (comparer.outcomes if comparer else ())]
-    runs = runs_of([Observed(*one[:5]) for one in observed], known)
+    runs = runs_of(observed, known)
     # In a report, the paths of files are relative.
     snapshots = tuple(replace(one, key="", files=()) for one in (comparer.results() if comparer else ()))
     return json.dumps({"runs": codec.encode(runs), "snapshots": codec.encode(snapshots), "figures": figures})

@@ -1,4 +1,4 @@
-"""Hooks of pytest that other plugins, and a ``conftest.py``, may implement, and the calls of these hooks.
+"""Hooks of pytest that other plugins, and a ``conftest.py``, may implement, and the call of one of them.
 
 A mistake of another plugin is an error that names the hook, because its traceback would end in this package.
 """
@@ -38,13 +38,7 @@ def pytest_modelprobe_checks(config: pytest.Config) -> Mapping[str, Callable[...
     """
 
 
-# --- the calls of these hooks -----------------------------------------------------------------------------------------
-
-
-def tell_plugins(record: Record | None, item: pytest.Item) -> None:
-    """Give the record of a run or watch to other plugins."""
-    if record is not None:
-        item.ihook.pytest_modelprobe_record(record=record, item=item)
+# --- the call of a hook -----------------------------------------------------------------------------------------------
 
 
 def add_checks(config: pytest.Config) -> None:

@@ -322,7 +322,7 @@ def _pair_result(pair: Pair, root: Path) -> PairResult:
     """
     from pytest_modelprobe.comparison import text as comparison_text
     from pytest_modelprobe.report.results import PairResult
-    from pytest_modelprobe.snapshot.source import shown_causes
+    from pytest_modelprobe.snapshot.outcome import shown_causes
 
     record, sources, diagnosis, first = pair.here.record, pair.here.sources, pair.diagnosis, pair.first
     changed = pair.verdict == "changed"

@@ -11,9 +11,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,32 +22,17 @@ from .settings import SETTINGS
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
-    from pytest_modelprobe.record import Record
+    from pytest_modelprobe.record import NamedRecord
     from pytest_modelprobe.report.results import Base, Compared, PairResult, SnapshotResult
 
 
 _FIRST_USE = "modelprobe/first_use"  # key in pytest's cache
 
 
-class NamedRecord(NamedTuple):
-    """A run or watch of a probe."""
-
-    name: str
-    kind: Literal["run", "watch"]
-    record: Record | None
-    """``None`` if no record could be made."""
-    error: str = ""
-    """Why no record could be made."""
-    steps: Sequence[Record] = ()
-    """The steps of a watch. Each is made when it is read."""
-    forwards: str = ""
-    """How many forwards of a watch are part of steps and of evaluations, if a step was taken."""
-
-
 def named_records(probe: ModelProbe) -> list[NamedRecord]:
     """Return each run and watch of a probe that was not reported before."""
     from pytest_modelprobe.exceptions import ModelProbeError
-    from pytest_modelprobe.record import Record
+    from pytest_modelprobe.record import NamedRecord, Record
 
     found = []
     for name, source in probe.take_unreported():
@@ -301,7 +286,7 @@ class Annotations:
             and (source := next(filter(None, (cause.source for cause in one.causes)), None)) is not None
         ]
         if located:
-            from pytest_modelprobe.report.github import MOST_ANNOTATIONS, command
+            from pytest_modelprobe.report.ci import MOST_ANNOTATIONS, command
 
             for test, one, source in located[:MOST_ANNOTATIONS]:
                 said, title = f"{test}: {one.first_line}", f"modelprobe: {one.model} changed"
@@ -309,7 +294,7 @@ class Annotations:
                 terminalreporter.write_line(text)
         path = os.environ.get("GITHUB_STEP_SUMMARY")
         if whole is not None and path:
-            from pytest_modelprobe.report.github import write_summary
+            from pytest_modelprobe.report.ci import write_summary
             from pytest_modelprobe.report.markdown import beside
 
             write_summary(Path(path), beside(whole, pairs))

@@ -7,15 +7,14 @@ judges a model reads records, and not the model.
 
 from __future__ import annotations
 
-from .applied import AS_THEY_ARRIVED as AS_THEY_ARRIVED
-from .applied import RESET as RESET
-from .applied import what_was_applied as what_was_applied
 from .call_tree import CallScope as CallScope
 from .call_tree import CallTree as CallTree
 from .call_tree import ForwardKind as ForwardKind
 from .call_tree import Step as Step
 from .call_tree import forward_of as forward_of
+from .layer import AS_THEY_ARRIVED as AS_THEY_ARRIVED
 from .layer import NOT_DEFAULT as NOT_DEFAULT
+from .layer import RESET as RESET
 from .layer import ROOT as ROOT
 from .layer import ROUNDING_OF_RESPONSES as ROUNDING_OF_RESPONSES
 from .layer import Attention as Attention
@@ -40,11 +39,13 @@ from .layer import parent as parent
 from .layer import qualified as qualified
 from .layer import relative_name as relative_name
 from .layer import response_dtype as response_dtype
+from .layer import what_was_applied as what_was_applied
 from .ranks import process_group as process_group
 from .ranks import this_rank as this_rank
 from .ranks import writing_rank as writing_rank
 from .record import GIVEN as GIVEN
 from .record import LiveRun as LiveRun
+from .record import NamedRecord as NamedRecord
 from .record import NamesBefore as NamesBefore
 from .record import Operation as Operation
 from .record import OptimizerGroup as OptimizerGroup

@@ -14,13 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from pytest_modelprobe import extension
 from pytest_modelprobe.exceptions import UnknownLayerError, UsageError
 from pytest_modelprobe.text import count
 
-from . import saving
+from . import codec
 from .codec import decode, encode
 from .layer import HALF, Call, Layer, Parameter, Plain, Profile
 from .selection import Selector, selected
@@ -331,7 +331,7 @@ class Record:
         record, live_run = self, self.live_run
         if live_run is not None and self.noise is None and is_narrow(self):
             record = live_run.measured(live_run.isolated(self, own_arguments=True))
-        saving.write(Path(path), record.to_dict())
+        codec.write(Path(path), record.to_dict())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Record:
@@ -347,7 +347,7 @@ class Record:
         Raises:
             UsageError: There is no such file, it is cut short or no record, or a newer version wrote it.
         """
-        where, data = Path(path), saving.read(Path(path))
+        where, data = Path(path), codec.read(Path(path))
         found = data.get("schema") if isinstance(data, dict) else None
         if type(found) is not int or "model" not in data:
             raise UsageError(f"{where} is no record: give a file that record.save wrote")
@@ -416,3 +416,18 @@ def with_applied_gradients(record: Record) -> Record:
 
     applied = dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()})
     return applied if record.live_run is None else with_live_run(applied, record.live_run)
+
+
+class NamedRecord(NamedTuple):
+    """A run or watch of a test."""
+
+    name: str
+    kind: Literal["run", "watch"]
+    record: Record | None
+    """The record, or `None` if it could not be made."""
+    error: str = ""
+    """Why the record could not be made."""
+    steps: Sequence[Record] = ()
+    """The records of the steps of training, if it is a watch that keeps several."""
+    forwards: str = ""
+    """How many forwards of a watch are part of steps and of evaluations, if a step was taken."""

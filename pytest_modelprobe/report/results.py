@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_modelprobe.record import Plain, Record, Statistics, codec, saving
+from pytest_modelprobe.record import Plain, Record, Statistics, codec
 from pytest_modelprobe.text import count
 
 SCHEMA = 5
@@ -302,4 +302,4 @@ def write_text(path: Path, content: str) -> None:
         path.write_text(content, "utf-8")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    saving.write_atomically(path, content.encode())
+    codec.write_atomically(path, content.encode())

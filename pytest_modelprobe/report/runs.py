@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pytest_modelprobe.assertions.activations import Dead, find_dead
 from pytest_modelprobe.assertions.findings import findings, hints
@@ -16,6 +16,7 @@ from pytest_modelprobe.record import (
     Call,
     CallTree,
     Layer,
+    NamedRecord,
     Parameter,
     Reading,
     Record,
@@ -25,19 +26,6 @@ from pytest_modelprobe.record import (
 )
 
 from .results import Run, StepResult, UnitCounts
-
-
-class Observed(NamedTuple):
-    """A run or watch of a test."""
-
-    name: str
-    kind: Literal["run", "watch"]
-    record: Record | None
-    """The record, or `None` if it could not be made."""
-    error: str = ""
-    """Why the record could not be made."""
-    steps: Sequence[Record] = ()
-    """The records of the steps of training, if it is a watch that keeps several."""
 
 
 class Known(NamedTuple):
@@ -51,7 +39,7 @@ class Known(NamedTuple):
     """The record in the snapshot, with the current names of layers."""
 
 
-def runs_of(observed: Iterable[Observed], compared: Sequence[Known]) -> tuple[Run, ...]:
+def runs_of(observed: Iterable[NamedRecord], compared: Sequence[Known]) -> tuple[Run, ...]:
     """Return the runs and watches of a test, each with what a comparison of its record found.
 
     A record that was compared and is that of no run, such as the first forward of a watch, is a run of its own. One
@@ -60,7 +48,7 @@ def runs_of(observed: Iterable[Observed], compared: Sequence[Known]) -> tuple[Ru
     sources = list(observed)
     for one in compared:
         if not any(source.record is one.record for source in sources):
-            sources.append(Observed(one.record.model, "run", one.record))
+            sources.append(NamedRecord(one.record.model, "run", one.record))
     runs = []
     for source in sources:
         # The first comparison that differs; else the first.
@@ -76,10 +64,10 @@ def runs_of(observed: Iterable[Observed], compared: Sequence[Known]) -> tuple[Ru
     return tuple(runs)
 
 
-def run_of(source: Observed, known: Known | None = None) -> Run:
+def run_of(source: NamedRecord, known: Known | None = None) -> Run:
     """Return a run or watch whose record could be made.
 
-    >>> run_of(Observed("Net", "run", Record(model="Net", forwards=1))).name
+    >>> run_of(NamedRecord("Net", "run", Record(model="Net", forwards=1))).name
     'Net'
     """
     record = source.record

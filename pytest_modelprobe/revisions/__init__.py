@@ -6,14 +6,14 @@ alone.
 """
 
 from .pairs import Pair as Pair
+from .pairs import Written as Written
 from .pairs import changed_lines as changed_lines
 from .pairs import compare_records as compare_records
 from .pairs import first_difference as first_difference
 from .pairs import judged as judged
+from .pairs import read_written as read_written
 from .pairs import summary as summary
 from .recorder import Recorder as Recorder
-from .records import Written as Written
-from .records import read_written as read_written
 from .side import Job as Job
 from .side import Ran as Ran
 from .side import Records as Records

@@ -1,11 +1,14 @@
-"""Pairs of records of the two sides: compared, and the result in words."""
+"""Records of the two sides: written to files, read, compared, and the result in words."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from pytest_modelprobe.comparison import Comparison, Diagnosis, Parts, Precision, compare, diagnose
@@ -13,7 +16,64 @@ from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.record import Record, has_numbers, is_narrow
 from pytest_modelprobe.text import count, listed, pattern, printable
 
-from .records import Written
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A record that a test made, as it was written."""
+
+    test: str
+    """The node id."""
+    key: str
+    """Which record of the test: ``run 1``, ``architecture 2``, ``watch 1``."""
+    record: Record
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """The modules of Python that the classes of the model are from → their files."""
+    evidence: bool = False
+    """Whether the record has what a diagnosis needs, as one that differs from that of the other side has."""
+
+    def write(self, folder: Path) -> None:
+        """Write the record into a folder of records."""
+        path = path_of(folder, self.test, self.key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = {
+            "test": self.test,
+            "key": self.key,
+            "record": self.record.to_dict(),
+            "sources": dict(self.sources),
+            "evidence": self.evidence,
+        }
+        path.write_text(json.dumps(data, allow_nan=False), "ascii")
+
+
+def path_of(folder: Path, test: str, key: str) -> Path:
+    """Return the file of a record in a folder of records."""
+    return folder_of(folder, test) / f"{key.replace(' ', '-')}.json"
+
+
+def folder_of(folder: Path, test: str) -> Path:
+    """Return where in a folder of records those of a test are."""
+    return folder / hashlib.sha256(test.encode()).hexdigest()[:20]
+
+
+def read_written(folder: Path) -> dict[tuple[str, str], Written]:
+    """Return the records in a folder by test and key, in the order in which the tests made them."""
+    paths = sorted(folder.glob("*/*.json"), key=lambda path: path.stat().st_mtime_ns)
+    return {(one.test, one.key): one for one in map(_read, paths)}
+
+
+def read_one(folder: Path, test: str, key: str) -> Written | None:
+    """Return one of the records in a folder, or `None` if it is not there."""
+    path = path_of(folder, test, key)
+    return _read(path) if path.is_file() else None
+
+
+def _read(path: Path) -> Written:
+    data = json.loads(path.read_text("ascii"))
+    record = Record.from_dict(data["record"])
+    return Written(data["test"], data["key"], record, data["sources"], data["evidence"])
+
 
 Verdict = Literal["unchanged", "rounding", "changed", "not repeatable", "not run"]
 
@@ -120,7 +180,9 @@ def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:
     alike: dict[Hashable, list[Pair]] = {}
     for pair in pairs:
         if pair.verdict == "changed":
-            alike.setdefault(_causes(pair), []).append(pair)
+            causes = (*pair.diagnosis.causes, *pair.diagnosis.possible)
+            found = {(one.kind, pattern(one.layer), one.what, str(one.actual), str(one.expected)) for one in causes}
+            alike.setdefault((frozenset(found) or (pair.here.test, pair.here.key)), []).append(pair)
     groups = sorted(alike.values(), key=len, reverse=True)
     for first, *others in groups[:_MOST_TEXTS]:
         yield from ("", f"{_where(first)}:", *comparison_text.text(first.diagnosis).splitlines())
@@ -138,13 +200,6 @@ def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:
         yield f"... {count(sum(map(len, rest[_MOST_LINES:])), 'more model')} changed"
     if len(groups) < sum(map(len, groups)) or rest:
         yield from ("", "The text of each model is in the page of --modelprobe-html=PATH.")
-
-
-def _causes(pair: Pair) -> Hashable:
-    """Return what the causes of models that changed alike have in common; repeated layers count as one."""
-    causes = (*pair.diagnosis.causes, *pair.diagnosis.possible)
-    found = {(one.kind, pattern(one.layer), one.what, str(one.actual), str(one.expected)) for one in causes}
-    return frozenset(found) or (pair.here.test, pair.here.key)
 
 
 def _where(pair: Pair) -> str:

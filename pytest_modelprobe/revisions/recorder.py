@@ -23,8 +23,7 @@ from pytest_modelprobe.comparison import layers_behind_zeros
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.record import Record, is_narrow
 
-from .pairs import compare_records
-from .records import Written, folder_of, read_one
+from .pairs import Written, compare_records, folder_of, read_one
 
 
 class Recorder:

@@ -27,9 +27,8 @@ import pytest
 from pytest_modelprobe import child
 from pytest_modelprobe.exceptions import ModelProbeError
 
-from .pairs import Pair, judged
+from .pairs import Pair, Written, judged, read_written
 from .recorder import Recorder
-from .records import Written, read_written
 
 _PACKAGES = ("pytest-modelprobe", "torch", "pytest")
 
@@ -370,7 +369,8 @@ def _beginnings(nodeid: str) -> set[str]:
     return {nodeid, *("::".join(plain[:n]) for n in range(1, len(plain) + 1))}
 
 
-def _end_with_parent() -> None:
+def main(told: str, answer: str) -> None:
+    """Run the tests of a job, and write what became of them."""
     descriptor = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -382,11 +382,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def main(told: str, answer: str) -> None:
-    """Run the tests of a job, and write what became of them."""
-    _end_with_parent()
     data = json.loads(Path(told).read_text("ascii"))
     job = Job(**{**data, "tests": None if data["tests"] is None else frozenset(data["tests"])})
     config = child.configured(job.options, (*job.plugins, "no:cacheprovider"), job.files)
@@ -396,8 +391,4 @@ def main(told: str, answer: str) -> None:
     tests = _Tests(job)
     config.pluginmanager.register(tests, "modelprobe-side")
     child.run_as_worker(config, {"workerid": "base", "workercount": 1})
-    Path(answer).write_text(json.dumps(_plain(tests.ran())), "ascii")
-
-
-def _plain(ran: Ran) -> dict[str, Any]:
-    return {name: list(v) if not isinstance(v, Mapping) else dict(v) for name, v in dataclasses.asdict(ran).items()}
+    Path(answer).write_text(json.dumps(dataclasses.asdict(tests.ran())), "ascii")

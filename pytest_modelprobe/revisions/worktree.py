@@ -22,8 +22,7 @@ from typing import Any
 from pytest_modelprobe.gate import GitError, Repository, run_git
 from pytest_modelprobe.interrupts import finished
 
-from .pairs import Pair, judged
-from .records import Written, read_written
+from .pairs import Pair, Written, judged, read_written
 from .side import Job, Side, SideError
 
 _git = functools.partial(run_git, apart=True)

@@ -59,7 +59,7 @@ from pytest_modelprobe.record import (
     Units,
     Value,
 )
-from pytest_modelprobe.report import data
+from pytest_modelprobe.report import ci
 
 # --- records ------------------------------------------------------------------------------------------------------
 
@@ -1044,7 +1044,7 @@ def test_what_could_not_be_compared_is_counted_in_a_diff_and_in_the_verdict() ->
     ]
     verdict = gate.judge({"net": snapshots[0]}, {"net": snapshots[1]})
     assert changes.verdict_line(verdict).endswith("; 1 model changed, 0 unchanged, 1 value could not be compared")
-    assert data.as_data(verdict)["changes"][0]["not_compared"] == 1
+    assert ci.as_data(verdict)["changes"][0]["not_compared"] == 1
     assert "1 value could not be compared: no numbers of it repeat, or" in changes.diff_text(verdict)
 
 

@@ -23,7 +23,7 @@ from pytest_modelprobe.record import (
     Statistics,
     Value,
 )
-from pytest_modelprobe.snapshot.stored import structure_of
+from pytest_modelprobe.snapshot.comparer import structure_of
 
 
 def weight(*shape: int, name: str = "weight", **other: object) -> Parameter:

@@ -9,7 +9,7 @@ import pytest
 from pytest_modelprobe.files import encode
 from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Record
-from pytest_modelprobe.report import github
+from pytest_modelprobe.report import ci
 
 PATH = "tests/__modelprobe__/test_net/test_a.arch.json"
 
@@ -31,7 +31,7 @@ def snapshot(record: Record, path: str = PATH, **other: object) -> SnapshotVersi
 def test_a_denied_change_is_an_error_at_the_line_of_its_layer() -> None:
     now = snapshot(net("GELU"))
     line = now.read_text().split("\n").index('"act": {"type": "GELU"}') + 1
-    assert github.annotation_commands(judge({"a": snapshot(net("ReLU"))}, {"a": now})) == [
+    assert ci.annotation_commands(judge({"a": snapshot(net("ReLU"))}, {"a": now})) == [
         f"::error file={PATH},line={line},title=Net%3A structure::structure: act: ReLU → GELU"
     ]
 
@@ -39,13 +39,13 @@ def test_a_denied_change_is_an_error_at_the_line_of_its_layer() -> None:
 def test_a_declared_change_is_a_warning_with_its_reason() -> None:
     before = snapshot(net("ReLU"))
     now = snapshot(net("GELU"), reason="smoother", supersedes=(before.architecture,))
-    (line,) = github.annotation_commands(judge({"a": before}, {"a": now}))
+    (line,) = ci.annotation_commands(judge({"a": before}, {"a": now}))
     assert line.startswith("::warning file=")
     assert line.endswith("%0Adeclared: smoother")
 
 
 def test_what_is_deleted_stands_at_no_file() -> None:
-    (line,) = github.annotation_commands(judge({"a": snapshot(net("ReLU"))}, {}))
+    (line,) = ci.annotation_commands(judge({"a": snapshot(net("ReLU"))}, {}))
     assert line.startswith("::error title=Net%3A removed::removed: the snapshot is deleted")
 
 
@@ -55,7 +55,7 @@ def many(n: int) -> Verdict:
 
 
 def test_of_more_than_nine_the_rest_is_counted() -> None:
-    lines = github.annotation_commands(many(12))
+    lines = ci.annotation_commands(many(12))
     assert len(lines) == 10
     assert lines[-1] == "::error title=modelprobe::+3 more: see the summary of this job"
 
@@ -70,17 +70,17 @@ def test_of_more_than_nine_the_rest_is_counted() -> None:
     ],
 )
 def test_signs_of_commands_are_escaped(text: str, message: str, title: str) -> None:
-    assert github.command("error", text, title=text) == f"::error title={title}::{message}"
+    assert ci.command("error", text, title=text) == f"::error title={title}::{message}"
 
 
 def test_a_layer_with_signs_of_json_in_its_name_has_its_line() -> None:
     name = 'größe"\\'
     text = encode(Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("x", name)})).architecture
-    assert github.line_number_of(text, name) == github.line_number_of(text, "x") + 1
+    assert ci.line_number_of(text, name) == ci.line_number_of(text, "x") + 1
 
 
 def test_what_is_printed_besides_is_taken_for_no_command() -> None:
-    first, *said, last = github.without_commands("::error::from a name\nmore").split("\n")
+    first, *said, last = ci.without_commands("::error::from a name\nmore").split("\n")
     token = first.removeprefix("::stop-commands::")
     assert len(token) == 32
     assert said == ["::error::from a name", "more"]
@@ -90,5 +90,5 @@ def test_what_is_printed_besides_is_taken_for_no_command() -> None:
 def test_the_summary_is_added_to_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "summary.md"
     path.write_text("before\n", "utf-8")
-    github.write_summary(path, "### größer")
+    ci.write_summary(path, "### größer")
     assert path.read_text("utf-8") == "before\n### größer\n"

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_modelprobe.cli.common import as_json
+from pytest_modelprobe.cli.commands import as_json
 from pytest_modelprobe.files import encode
 from pytest_modelprobe.gate import text as changes
 from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Record
-from pytest_modelprobe.report import data, github, markdown
+from pytest_modelprobe.report import ci, markdown
 from pytest_modelprobe.report.results import (
     Base,
     CaseResult,
@@ -162,7 +162,7 @@ def test_text_holds_no_command_and_no_control(form: str) -> None:
 
 def test_json_holds_no_command_and_says_the_name() -> None:
     for name in NAMES:
-        said = as_json(data.as_data(verdict_of(name)))
+        said = as_json(ci.as_data(verdict_of(name)))
         assert list(Runner().commands(said)) == [], repr(name)
         assert said.isascii()
         assert json.loads(said)["changes"][0]["model"] == name
@@ -171,7 +171,7 @@ def test_json_holds_no_command_and_says_the_name() -> None:
 def test_annotations_are_the_only_commands() -> None:
     for name in NAMES:
         verdict = verdict_of(name)
-        log = "\n".join([github.without_commands(changes.verdict_text(verdict)), *github.annotation_commands(verdict)])
+        log = "\n".join([ci.without_commands(changes.verdict_text(verdict)), *ci.annotation_commands(verdict)])
         found = list(Runner().commands(log))
         assert [command for command, _, _ in found] == ["error", "error", "warning"], repr(name)
         for _, properties, message in found:

@@ -15,6 +15,7 @@ from pytest_modelprobe.comparison import compare, diagnose
 from pytest_modelprobe.record import (
     Call,
     Layer,
+    NamedRecord,
     Parameter,
     Reading,
     Record,
@@ -23,7 +24,7 @@ from pytest_modelprobe.record import (
     Value,
 )
 from pytest_modelprobe.report.results import CaseResult, Results, Run, UnitCounts
-from pytest_modelprobe.report.runs import Known, Observed, run_of, runs_of, update_ratio
+from pytest_modelprobe.report.runs import Known, run_of, runs_of, update_ratio
 
 
 def value(path: str, tensor: int, mean: float = 0.5, source: str | None = None, **more: Any) -> Value:
@@ -54,7 +55,7 @@ def net(mean: float = 0.5, eps: float = 1e-5) -> Record:
 
 
 def shown(record: Record) -> Run:
-    return run_of(Observed("Net", "run", record))
+    return run_of(NamedRecord("Net", "run", record))
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def test_a_record_has_what_is_shown_and_not_what_only_a_comparison_needs() -> No
 
 def test_a_comparison_is_of_the_run_whose_record_it_was_given() -> None:
     first, second, other = net(), net(0.6), net(0.7)
-    observed = [Observed("a", "run", first), Observed("b", "watch", second)]
+    observed = [NamedRecord("a", "run", first), NamedRecord("b", "watch", second)]
     runs = runs_of(observed, [Known(second, None, net()), Known(other)])
     assert [(run.name, run.kind, bool(run.before)) for run in runs] == [
         ("a", "run", False), ("b", "watch", True), ("Net", "run", False),
@@ -113,7 +114,9 @@ def test_a_comparison_is_of_the_run_whose_record_it_was_given() -> None:
 
 def test_a_record_that_cannot_be_shown_is_an_error_of_its_run_alone() -> None:
     broken = Record(model="Net", layers={"a": Layer(name="a", type="A", calls=(None,))})  # type: ignore[arg-type]
-    runs = runs_of([Observed("a", "run", broken), Observed("b", "run", net()), Observed("c", "watch", None, "no")], [])
+    runs = runs_of(
+        [NamedRecord("a", "run", broken), NamedRecord("b", "run", net()), NamedRecord("c", "watch", None, "no")], []
+    )
     assert [run.error is None for run in runs] == [False, True, False]
     assert runs[2].error == "no"
 

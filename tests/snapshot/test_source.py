@@ -6,7 +6,7 @@ import pytest
 
 from pytest_modelprobe.record import Layer, Record
 from pytest_modelprobe.report.results import Source
-from pytest_modelprobe.snapshot.source import source_of
+from pytest_modelprobe.snapshot.outcome import source_of
 
 NET = """
 

@@ -83,11 +83,6 @@ class Cause:
         return first is not None and first.kind == "response" and first.change is None and self.what == first.what
 
     @property
-    def is_output_path(self) -> bool:
-        """Whether an output was added, was removed or has another name."""
-        return self.kind == "architecture" and self.what == "path"
-
-    @property
     def is_call_count(self) -> bool:
         """Whether a child is called more or less often."""
         return self._first_kind == "calls"
@@ -237,7 +232,7 @@ def by_importance(causes: Iterable[Cause], roots: Collection[str]) -> list[Cause
             return 0
         if ABSORBED not in cause.hints and always_has_effect(cause):
             return 1
-        if at_root and cause.is_output_path:
+        if at_root and cause.kind == "architecture" and cause.what == "path":
             return 2
         return 3 if cause.kind == "computation" and NO_EFFECT not in cause.hints else 4
 

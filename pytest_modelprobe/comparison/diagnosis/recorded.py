@@ -190,7 +190,14 @@ def _architecture(index: ComparisonIndex) -> Iterator[Cause]:
         if above is None or f"{above.expected}.{own}" != difference.expected:
             hints = ("its weights are others: build draws them by name",) if name in drawn else ()
             yield cause_of("architecture", [difference], what="renamed", hints=hints)
-    yield from _outputs(index)
+    seen = set()  # outputs that have another path, each at the layer that makes it
+    for pair in index.comparison.calls:
+        for difference in index.of_call(pair, "path", "name"):
+            layer = _maker(index, pair, difference)
+            told = layer, difference.actual, difference.expected
+            if pair.actual.index == 0 and not index.has(layer, "type") and told not in seen:
+                yield path_cause(difference, layer=layer)
+            seen.add(told)
     for found in index.of_layer.values():
         retyped = [d for d in found if d.kind == "type"]
         if retyped:
@@ -202,18 +209,6 @@ def _architecture(index: ComparisonIndex) -> Iterator[Cause]:
             also = tuple(f"also {d.what} {d.expected} → {d.actual}" for d in same[1:])
             what = f"{same[0].what} {_ASPECTS.get(aspect, aspect)}".strip()
             yield cause_of("architecture", same, what=what, hints=also)
-
-
-def _outputs(index: ComparisonIndex) -> Iterator[Cause]:
-    """Yield outputs that were added, removed or have another path, at the layer that makes them."""
-    seen = set()
-    for pair in index.comparison.calls:
-        for difference in index.of_call(pair, "path", "name"):
-            layer = _maker(index, pair, difference)
-            told = layer, difference.actual, difference.expected
-            if pair.actual.index == 0 and not index.has(layer, "type") and told not in seen:
-                yield path_cause(difference, layer=layer)
-            seen.add(told)
 
 
 def _maker(index: ComparisonIndex, pair: CallPair, difference: Difference) -> str:
@@ -299,8 +294,14 @@ def optimizer_causes(index: ComparisonIndex) -> list[Cause]:
         return list(_update_causes(index, updates))
     moved = [difference for difference in found if difference.what.endswith(" group")]
     of_run = [difference for difference in found if difference not in moved]
-    said = _summary(index, updates)
-    hints = (said,) if said else ()
+    manners: dict[str, int] = {}
+    for difference in updates:
+        manner = _manner(index, difference) or "changed"
+        manners[manner] = manners.get(manner, 0) + 1
+    total = sum(own.update is not None for own in index.comparison.actual.parameters)
+    most = sorted(manners.items(), key=lambda pair: -pair[1])[:2]
+    parts = [f"{manner} in {n} of {count(total, 'parameter')}" for manner, n in most]
+    hints = (f"updates {', '.join(parts)}",) if parts else ()
     causes = [cause_of("optimizer", [difference], hints=hints) for difference in of_run]
     for layer in dict.fromkeys(difference.layer for difference in moved):
         here = [difference for difference in moved if difference.layer == layer]
@@ -334,18 +335,6 @@ def _update_causes(index: ComparisonIndex, updates: Sequence[Difference]) -> Ite
             held = sum(own.group == group for own in index.comparison.actual.parameters)
             what = f"{len(found)} of {count(held, 'parameter')}"
             yield cause_of("update", worst_first(found), layer=ROOT, what=what, hints=hints)
-
-
-def _summary(index: ComparisonIndex, updates: Sequence[Difference]) -> str:
-    """Return what became of the updates, for the cause that explains them."""
-    manners: dict[str, int] = {}
-    for difference in updates:
-        manner = _manner(index, difference) or "changed"
-        manners[manner] = manners.get(manner, 0) + 1
-    total = sum(own.update is not None for own in index.comparison.actual.parameters)
-    most = sorted(manners.items(), key=lambda pair: -pair[1])[:2]
-    parts = [f"{manner} in {n} of {count(total, 'parameter')}" for manner, n in most]
-    return f"updates {', '.join(parts)}" if parts else ""
 
 
 def _manner(index: ComparisonIndex, difference: Difference) -> str:

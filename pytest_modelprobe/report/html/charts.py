@@ -211,7 +211,18 @@ def gradient_flow(run: Run, layers: Sequence[Layer], link: Link) -> Markup | Non
     if boxes:
         how = f" magnitudes of the gradient of each output, {_DEPTH}: median, quartiles, 5 % and 95 %"
         how += "; dots: root mean square." if dots else "."
-    parts = _boxes_drawn(plot, boxes)
+    half = min(6, max(1, round(plot.step * 0.35)))
+    whiskers = quarters = medians = ""
+    for i, (least, low, middle, high, most) in boxes:
+        x, top, bottom = plot.x(i), plot.y(high), plot.y(low)
+        whiskers += f"M{x} {plot.y(most)}V{plot.y(least)}"
+        quarters += f"M{x} {top}V{max(bottom, top + 1)}"
+        medians += f"M{x - half} {plot.y(middle)}h{2 * half}"
+    parts = [
+        tag("path", class_="whisker", d=whiskers),
+        tag("g", tag("path", class_="quarter", d=quarters), stroke_width=2 * half),
+        tag("path", class_="median", d=medians),
+    ]
     parts += [tag("path", class_="dots", d=plot.dots(dots))] if dots else []
     parts += plot.crosses(i for i, scale in scales.items() if not scale)
     said: list[Child] = [how, *_extremes(leaves, scales, link)]
@@ -222,22 +233,6 @@ def gradient_flow(run: Run, layers: Sequence[Layer], link: Link) -> Markup | Non
 def _scales(statistics: Iterable[Statistics | None]) -> dict[int, float]:
     """Return the root mean squares that are known, by column."""
     return {i: rms for i, one in enumerate(statistics) if one and (rms := one.rms) is not None and math.isfinite(rms)}
-
-
-def _boxes_drawn(plot: _Plot, boxes: Iterable[tuple[int, Sequence[float]]]) -> list[Markup]:
-    """Return the whiskers of all boxes as one path, and so their quartiles and medians: a large model has hundreds."""
-    half = min(6, max(1, round(plot.step * 0.35)))
-    whiskers = quarters = medians = ""
-    for i, (least, low, middle, high, most) in boxes:
-        x, top, bottom = plot.x(i), plot.y(high), plot.y(low)
-        whiskers += f"M{x} {plot.y(most)}V{plot.y(least)}"
-        quarters += f"M{x} {top}V{max(bottom, top + 1)}"
-        medians += f"M{x - half} {plot.y(middle)}h{2 * half}"
-    return [
-        tag("path", class_="whisker", d=whiskers),
-        tag("g", tag("path", class_="quarter", d=quarters), stroke_width=2 * half),
-        tag("path", class_="median", d=medians),
-    ]
 
 
 _DEPTH = "in order of execution"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_modelprobe.record import Layer, Record, Value, elements
+from pytest_modelprobe.record import Layer, NamedRecord, Record, Value, elements
 from pytest_modelprobe.report.results import (
     Base,
     CaseResult,
@@ -28,7 +28,7 @@ from pytest_modelprobe.report.results import (
     SnapshotResult,
     verdict,
 )
-from pytest_modelprobe.report.runs import Observed, merged, run_of
+from pytest_modelprobe.report.runs import merged, run_of
 from pytest_modelprobe.text import count, html_escaped, shape
 
 from .charts import Axis, activation_scale, attention_entropy, gradient_flow, sparkline, update_ratios
@@ -163,11 +163,19 @@ def render(results: Results) -> str:
         if layers < _OPEN_LAYERS:
             unfolded.add(i)
             layers += sum(len(run.record.layers) for run in test.runs)
+    shows = {"all": f"All {len(results.tests)}", "failed": "Failed", "found": "With findings"}
+    buttons = [
+        tag("button", said, type="button", data_show=which, aria_pressed="true" if which == "all" else "false")
+        for which, said in shows.items()
+    ]
+    box = tag("input", type="search", id="search", autocomplete="off", spellcheck="false")
+    search = tag("label", "Search ", box)
+    group = tag("div", buttons, role="group", aria_label="Which tests", class_="buttons")
     main = [
         _verdict(results, causes),
         _base_section(results.base),
         _causes_section(causes, results.tests),
-        _toolbar(results.tests),
+        tag("form", search, group, tag("output", id="count"), class_="toolbar", role="search", hidden=True),
         tag("section", tag("h2", "Tests"), [_test(i, test, i in unfolded) for i, test in tests], id="tests"),
     ]
     facts = [f"commit {results.commit[:12]}" if results.commit else ""]
@@ -326,19 +334,6 @@ def _cause_item(found: _Cause, tests: Sequence[CaseResult]) -> Markup:
     return tag("li", said, tag("p", facts) if facts else None, hints, folded(follows, links))
 
 
-def _toolbar(tests: Sequence[CaseResult]) -> Markup:
-    """Return the controls, which the script shows."""
-    shows = {"all": f"All {len(tests)}", "failed": "Failed", "found": "With findings"}
-    buttons = [
-        tag("button", said, type="button", data_show=which, aria_pressed="true" if which == "all" else "false")
-        for which, said in shows.items()
-    ]
-    box = tag("input", type="search", id="search", autocomplete="off", spellcheck="false")
-    search = tag("label", "Search ", box)
-    group = tag("div", buttons, role="group", aria_label="Which tests", class_="buttons")
-    return tag("form", search, group, tag("output", id="count"), class_="toolbar", role="search", hidden=True)
-
-
 # --- tests --------------------------------------------------------------------------------------------------------
 
 
@@ -483,7 +478,7 @@ IPython warns of a bare frame."""
 
 def record_page(record: Record) -> str:
     """Return the page of a record."""
-    return render_run(run_of(Observed(record.model, "run", record)))
+    return render_run(run_of(NamedRecord(record.model, "run", record)))
 
 
 def display(record: Record) -> None:

@@ -1,18 +1,24 @@
-"""Changes as GitHub Actions shows them: annotations at lines of the snapshots, and the summary of the step.
+"""A verdict of the gate for other programs: annotations of GitHub Actions, the summary of a step, and JSON.
 
 Actions reads commands from the log of a job, and the names of layers and tests in it are untrusted. So every name is
-escaped in our own commands, and commands are switched off while other text is printed.
+escaped in our own commands, and commands are switched off while other text is printed. A finding or a cause has the
+same words here as in the other formats, so that a script and a reader see the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 from pathlib import Path
+from typing import Any
 
-from pytest_modelprobe.gate import SnapshotChange, Verdict
-from pytest_modelprobe.gate.text import finding_text
-from pytest_modelprobe.text import printable
+from pytest_modelprobe.comparison.text import cause_text
+from pytest_modelprobe.gate import Finding, SnapshotChange, Verdict, class_of
+from pytest_modelprobe.gate.text import finding_text, status, values_not_compared
+from pytest_modelprobe.text import json_number, printable
+
+# --- annotations and the summary of GitHub Actions --------------------------------------------------------------------
 
 MOST_ANNOTATIONS = 9
 """How many annotations of one level name a change. GitHub drops those beyond ten; the tenth counts the rest."""
@@ -90,3 +96,50 @@ def write_summary(path: Path, markdown: str) -> None:
     """Add Markdown to the summary of the step that is running."""
     with path.open("a", encoding="utf-8") as file:
         file.write(markdown + "\n")
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def as_data(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as plain dicts, lists, numbers and strings that strict JSON can hold."""
+    changes = []
+    for change in verdict.changes:
+        causes: list[dict[str, str]] = []
+        notes: list[dict[str, str]] = []
+        diagnosis = change.diagnosis
+        if diagnosis is not None:
+            for cause in (*diagnosis.causes, *diagnosis.possible):
+                said = {"kind": cause.kind, "class": class_of(cause, diagnosis), "layer": cause.layer}
+                causes.append({**said, "said": cause_text(cause)})
+            for possible in causes[len(diagnosis.causes) :]:
+                possible["sure"] = "no"
+            notes += ({"kind": note.kind, "layer": note.layer, "said": cause_text(note)} for note in diagnosis.notes)
+        changes.append(
+            {
+                "snapshot": change.path,
+                "before": None if change.before is None else change.before.path,
+                "model": change.model,
+                "device": change.either.record.device,
+                "reason": change.reason,
+                "not_compared": values_not_compared(change),
+                "findings": [_finding_data(finding, change) for finding in change.findings],
+                "causes": causes,
+                "notes": notes,
+            }
+        )
+    denied = [change.path for change in verdict.denied]
+    return {"denied": denied, "unchanged": verdict.unchanged, "changes": changes}
+
+
+def _finding_data(finding: Finding, change: SnapshotChange) -> dict[str, Any]:
+    differences = map(dataclasses.asdict, finding.differences)
+    return {
+        "class": finding.kind,
+        "verdict": status(finding, change),
+        "said": finding_text(finding, change),
+        "differences": [
+            {key: json_number(value) for key, value in fields.items() if value not in (None, "")}
+            for fields in differences
+        ],
+    }
