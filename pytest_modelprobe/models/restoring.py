@@ -127,10 +127,6 @@ def _set_warning_filters(before: list[Any]) -> None:
     warnings.filters.extend(before)  # type: ignore[attr-defined]
 
 
-def _set_deterministic(before: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
 def _set_autocast(before: tuple[Autocast, ...]) -> None:
     for device, dtype, enabled in before:  # set also where it is off: the dtype for the next time is a setting too
         torch.set_autocast_enabled(device, enabled)
@@ -146,7 +142,7 @@ SETTINGS = (
     Setting(
         "deterministic algorithms",
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        _set_deterministic,
+        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
     ),
     *(
         Setting(
@@ -165,10 +161,6 @@ SETTINGS = (
 # --- random generators ------------------------------------------------------------------------------------------------
 
 
-def _cuda_states() -> Any:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # reading would initialize CUDA
-
-
 def _set_cuda_states(before: Any) -> None:
     if before is not None:
         torch.cuda.set_rng_state_all(before)
@@ -176,18 +168,26 @@ def _set_cuda_states(before: Any) -> None:
         _torch.seed_cuda(torch.initial_seed())
 
 
-def _generators() -> Iterator[Setting]:
-    yield Setting("generator of torch on the CPU", torch.get_rng_state, torch.set_rng_state)
-    if torch.backends.mps.is_available():
-        yield Setting("generator of MPS", torch.mps.get_rng_state, torch.mps.set_rng_state)
-    if torch.xpu.is_available():
-        yield Setting("generators of XPU", torch.xpu.get_rng_state_all, torch.xpu.set_rng_state_all)
-    yield Setting("generators of CUDA", _cuda_states, _set_cuda_states)
-    yield Setting("generator of numpy", np.random.get_state, np.random.set_state)
-    yield Setting("generator of random", random.getstate, random.setstate)
-
-
-GENERATORS = tuple(_generators())
+GENERATORS = (
+    Setting("generator of torch on the CPU", torch.get_rng_state, torch.set_rng_state),
+    *(
+        [Setting("generator of MPS", torch.mps.get_rng_state, torch.mps.set_rng_state)]
+        if torch.backends.mps.is_available()
+        else []
+    ),
+    *(
+        [Setting("generators of XPU", torch.xpu.get_rng_state_all, torch.xpu.set_rng_state_all)]
+        if torch.xpu.is_available()
+        else []
+    ),
+    Setting(
+        "generators of CUDA",
+        lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,  # it initializes CUDA
+        _set_cuda_states,
+    ),
+    Setting("generator of numpy", np.random.get_state, np.random.set_state),
+    Setting("generator of random", random.getstate, random.setstate),
+)
 """The generators that `seeding.forked_rng` puts back. The CPU comes first, because CUDA may need its seed."""
 
 # The attributes that `register_forward_hook` and its like change. They have a rule of their own, see `_hooks`.

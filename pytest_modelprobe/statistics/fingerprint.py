@@ -26,7 +26,7 @@ digest, which is exact. In the fingerprint, each integer counts as a number draw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -74,18 +74,14 @@ def _real(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.bool else x.resolve_neg()
 
 
-def _parts(x: Tensor, samples: int, size: int) -> Iterable[tuple[int, int, Tensor]]:
-    """Return elements of whole samples, shape (samples, elements), and samples larger than ``size`` in several parts.
+def _parts(x: Tensor, samples: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield elements of whole samples, shape (samples, elements), and samples larger than ``size`` in several parts.
 
     Each part comes with the number of its first sample, and of its first element within the sample.
     """
-    if 0 < x.numel() <= size:
-        return [(0, 0, x.reshape(samples, -1))]
-    return _cut(x, samples, size) if x.numel() else ()
-
-
-def _cut(x: Tensor, samples: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
     length = x.numel() // samples
+    if not length:
+        return
     if length <= size:
         together = size // length
         for number, piece in enumerate(x.reshape(-1).split(together * length)):

@@ -184,7 +184,9 @@ def samples_of(inputs: Iterable[Tensor], seen: SeenSamples | None = None) -> Sam
         if first is None:
             return WHOLE
         size, *inner = first.shape
-        places = [i for i, x in enumerate(given) if x is not None and _is_of_batch(x, first)]
+        # All that is given for one sample has a part for it.
+        here = ((i, x) for i, x in enumerate(given) if x is not None and x.numel() and x.device == first.device)
+        places = [i for i, x in here if size == 1 or x.shape[:1] == (size,)]
         places.sort(key=lambda i: given[i] is not first)
         batch = [x if x.shape[:1] == (size,) else x[None] for i in places if (x := given[i]) is not None]
         try:
@@ -193,12 +195,6 @@ def samples_of(inputs: Iterable[Tensor], seen: SeenSamples | None = None) -> Sam
             return WHOLE
         own = {place: Samples(found, [size]) for place, found in zip(places, alone, strict=True) if found is not hashes}
         return Samples(hashes, batch_sizes(size, inner), keys, [own.get(i) for i in range(len(given))])
-
-
-def _is_of_batch(x: Tensor, first: Tensor) -> bool:
-    """Whether an input has a part for each sample: all that is given for one sample has."""
-    alike = first.shape[0] == 1 or x.shape[:1] == first.shape[:1]
-    return alike and x.numel() > 0 and x.device == first.device
 
 
 def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, Sequence[Tensor], Array | Tensor]:
@@ -211,7 +207,9 @@ def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, 
     alone = _row_hashes([_summaries(x) if _is_floating(x) else x for x in read])
     keys = _row_hashes([_bits(x) for x in read])
     times: Any = None if seen is None else seen.times(keys)
-    found, own = _numbered(alone, keys, times, _is_constant(read[0]))
+    x = read[0]
+    is_constant = (x == x[:, :1]).all(1) & (len(x) > 1)  # a single sample has no other to be told from
+    found, own = _numbered(alone, keys, times, is_constant)
     if isinstance(keys, Tensor):
         return found, own, keys
     inputs = [torch.from_numpy(one) for one in own]
@@ -241,11 +239,6 @@ def _numbered(alone: Any, exact: Any, times: Any, is_constant: Any) -> tuple[Any
         return own[0], own
     of_all = alone[0] ^ _together(alone[1:]) ^ numbers[-1]
     return xp.where(unclear, of_all, alone[0]), own
-
-
-def _is_constant(x: Any) -> Any:
-    """Return for each sample of several whether all elements are equal."""
-    return (x == x[:, :1]).all(1) & (len(x) > 1)  # one sample, as a token of a loop, has no other to be told from
 
 
 def _together(rows: Any) -> Any:
