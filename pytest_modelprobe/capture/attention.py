@@ -110,8 +110,6 @@ class AttentionMode(ForwardMode):
         equation = args[0].replace(" ", "") if name == "einsum" and isinstance(args[0], str) else None
         listed = (arg if isinstance(arg, (tuple, list)) else [arg] for arg in args)
         operands = [x for xs in listed for x in xs if isinstance(x, Tensor)]
-        if name == "__rmatmul__":
-            operands.reverse()
         if len(operands) != 2 or (name == "einsum" and equation is None):
             return
         axes = _summed(equation, operands)
@@ -285,7 +283,7 @@ def _of_multihead(*args: Any, **kwargs: Any) -> AttentionObservation | None:
 _MULTIHEAD = F.multi_head_attention_forward.__code__.co_varnames[: F.multi_head_attention_forward.__code__.co_argcount]
 
 _SOFTMAXES = {F.softmax, torch.softmax, Tensor.softmax}
-_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "einsum"}
+_PRODUCTS = {"matmul", "__matmul__", "bmm", "einsum"}
 
 
 def _alike(func: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:

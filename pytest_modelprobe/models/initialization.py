@@ -152,15 +152,7 @@ class _RandomLog(DispatchMode):
         self._stores: dict[int, _Store] = {}  # the storages with random contents, by address
         self._sweep_at = 1024
         self._count = 0
-        self._paused = False
-
-    def call_whole(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that fills its first argument at random, logged as one operation."""
-        self._paused = True
-        try:
-            return self.call(func, args, kwargs, pause=False)
-        finally:
-            self._paused = False
+        self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DYNAMO_PACKAGE in sys.modules:  # a factory runs compiled code, and the log must not be compiled with it
@@ -168,7 +160,7 @@ class _RandomLog(DispatchMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pause: bool = True) -> Any:
-        if pause and self._paused:
+        if pause and self.paused:
             return func(*args, **kwargs)
         written, read = _written_and_read(func, args, kwargs)
         # An explicit generator is the user's own seed, and is left alone.
@@ -185,7 +177,10 @@ class _RandomLog(DispatchMode):
                 self._stores.pop(_key(tensor), None)
             return func(*args, **kwargs)
         keys_read = {_key(tensor) for tensor in read}
-        whole = {_key(t) for t in written if _overwrites(func, t)} - keys_read
+        # A call that replaces all of a storage reads nothing of it.
+        is_op = isinstance(func, Operation)
+        replaces = not is_op or _name(func) in _FILLS or any(one.is_out for one in schema(func).arguments)
+        whole = {_key(t) for t in written if replaces and t.nbytes == t.untyped_storage().nbytes()} - keys_read
         keys_read |= {_key(tensor) for tensor in written} - whole
         if not draws and not keys_read & self._stores.keys():
             for key in whole:
@@ -256,7 +251,11 @@ def _trunc_normal_logged_whole(log: _RandomLog) -> Iterator[None]:
     original = getattr(nn.init, TRUNC_NORMAL)
 
     def logged(*args: Any, **kwargs: Any) -> Any:
-        return log.call_whole(original, *args, **kwargs)
+        log.paused = True
+        try:
+            return log.call(original, args, kwargs, pause=False)
+        finally:
+            log.paused = False
 
     setattr(nn.init, TRUNC_NORMAL, logged)
     try:
@@ -440,13 +439,6 @@ def _written_and_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         is_write = argument.alias_info is not None and argument.alias_info.is_write
         (written if is_write else read).extend(leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
     return written, read
-
-
-def _overwrites(func: Any, tensor: torch.Tensor) -> bool:
-    """Whether a call that writes `tensor` replaces all of its storage and reads nothing of it."""
-    is_op = isinstance(func, Operation)
-    replaces = not is_op or _name(func) in _FILLS or any(a.is_out for a in schema(func).arguments)
-    return replaces and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _execute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -337,8 +337,15 @@ class ModelState:
                 restore()
             # Bytes that did not change may be read-only, and their version counter must not move. Each device is waited
             # for once.
-            memory = [*self._memory.values()]
-            for (storage, before), differs in zip(memory, read_flags([_differs(*one) for one in memory]), strict=True):
+            memory, flags = [*self._memory.values()], []
+            for storage, before in memory:
+                if storage.nbytes() != before.numel():
+                    storage.resize_(before.numel())
+                now, then = as_bytes(storage), before
+                if now.numel() % 8 == 0:  # torch compares six times as many in the same time
+                    now, then = now.view(torch.int64), then.view(torch.int64)
+                flags.append(torch.tensor(not torch.equal(now, then)) if now.is_cpu else (now != then).any())
+            for (storage, before), differs in zip(memory, read_flags(flags), strict=True):
                 if differs:
                     as_bytes(storage).copy_(before)
             for restore in self._late:
@@ -530,16 +537,6 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return where the elements of a strided tensor are. It stays the same unless the tensor's data are replaced."""
     storage = storage_key(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _differs(storage: torch.UntypedStorage, before: torch.Tensor) -> torch.Tensor:
-    """Return whether the bytes of a storage changed, as a tensor: nothing is read from a device."""
-    if storage.nbytes() != before.numel():
-        storage.resize_(before.numel())
-    now = as_bytes(storage)
-    if now.numel() % 8 == 0:  # torch compares six times as many in the same time
-        now, before = now.view(torch.int64), before.view(torch.int64)
-    return torch.tensor(not torch.equal(now, before)) if now.is_cpu else (now != before).any()
 
 
 @contextmanager
