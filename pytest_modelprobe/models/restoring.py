@@ -168,26 +168,22 @@ def _set_cuda_states(before: Any) -> None:
         _torch.seed_cuda(torch.initial_seed())
 
 
-GENERATORS = (
-    Setting("generator of torch on the CPU", torch.get_rng_state, torch.set_rng_state),
-    *(
-        [Setting("generator of MPS", torch.mps.get_rng_state, torch.mps.set_rng_state)]
-        if torch.backends.mps.is_available()
-        else []
-    ),
-    *(
-        [Setting("generators of XPU", torch.xpu.get_rng_state_all, torch.xpu.set_rng_state_all)]
-        if torch.xpu.is_available()
-        else []
-    ),
-    Setting(
+def _generators() -> Iterator[Setting]:
+    yield Setting("generator of torch on the CPU", torch.get_rng_state, torch.set_rng_state)
+    if torch.backends.mps.is_available():
+        yield Setting("generator of MPS", torch.mps.get_rng_state, torch.mps.set_rng_state)
+    if torch.xpu.is_available():
+        yield Setting("generators of XPU", torch.xpu.get_rng_state_all, torch.xpu.set_rng_state_all)
+    yield Setting(
         "generators of CUDA",
         lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,  # it initializes CUDA
         _set_cuda_states,
-    ),
-    Setting("generator of numpy", np.random.get_state, np.random.set_state),
-    Setting("generator of random", random.getstate, random.setstate),
-)
+    )
+    yield Setting("generator of numpy", np.random.get_state, np.random.set_state)
+    yield Setting("generator of random", random.getstate, random.setstate)
+
+
+GENERATORS = tuple(_generators())
 """The generators that `seeding.forked_rng` puts back. The CPU comes first, because CUDA may need its seed."""
 
 # The attributes that `register_forward_hook` and its like change. They have a rule of their own, see `_hooks`.
