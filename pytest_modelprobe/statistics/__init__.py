@@ -28,10 +28,22 @@ from pytest_modelprobe.models import as_array, together
 from pytest_modelprobe.record import Reading, Statistics, Units
 
 from .fingerprint import read, turned, turned_on_device
-from .operations import by_torch, fetch, from_counts, merged_rows, on_cpu
+from .operations import (
+    NO_ELEMENT,
+    PackedReduction,
+    Reduced,
+    Reduction,
+    by_kernel,
+    by_kernel_merged,
+    by_torch,
+    fetch,
+    from_counts,
+    merged_row,
+    merged_rows,
+    on_cpu,
+)
 from .readable import ABSTRACT, ambient_modes_disabled, as_plain_tensor, is_expanded
-from .reduced import NO_ELEMENT, Array, PackedReduction, Reduced, Reduction, by_kernel, by_kernel_merged, merged_row
-from .samples import WHOLE, Samples, SeenSamples, samples_of, sum_of_hashes
+from .samples import WHOLE, Array, Samples, SeenSamples, samples_of, sum_of_hashes
 
 __all__ = [
     "ABSTRACT",
