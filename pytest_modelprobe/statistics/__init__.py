@@ -27,7 +27,7 @@ from pytest_modelprobe._torch import function_modes
 from pytest_modelprobe.models import as_array, together
 from pytest_modelprobe.record import Reading, Statistics, Units
 
-from .fingerprint import read, turned, turned_on_device
+from .fingerprint import WHOLE, Array, Samples, SeenSamples, read, samples_of, sum_of_hashes, turned, turned_on_device
 from .operations import (
     NO_ELEMENT,
     PackedReduction,
@@ -43,7 +43,6 @@ from .operations import (
     on_cpu,
 )
 from .readable import ABSTRACT, ambient_modes_disabled, as_plain_tensor, is_expanded
-from .samples import WHOLE, Array, Samples, SeenSamples, samples_of, sum_of_hashes
 
 __all__ = [
     "ABSTRACT",

@@ -33,9 +33,8 @@ from pytest_modelprobe._torch import is_wrapped, openmp_team
 from pytest_modelprobe.models import as_array, holds_elements, kept_on_devices, wait_for, widest
 from pytest_modelprobe.record import Histogram, merge_moments
 
-from .fingerprint import project, project_on_device
+from .fingerprint import WHOLE, Array, Samples, columns, masks, orders, project, project_on_device
 from .readable import ambient_modes_disabled, is_expanded, real
-from .samples import WHOLE, Array, Samples, columns, masks, orders
 
 Row = tuple[float, ...]
 """The counts of finite elements, NaN, +infinity, -infinity and zeros; the first forward with each of the three that are
