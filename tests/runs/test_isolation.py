@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
@@ -770,6 +771,128 @@ def test_a_layer_that_raises_for_arguments_of_before_answers_its_own() -> None:
     object.__setattr__(call, "arguments", {"legacy": True})
     response = response_of_inner(model, like=before)
     assert (response.reason, response.arguments_matter) == (None, None)
+
+
+# --- layers that compute the same -------------------------------------------------------------------------------------
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        Counted.calls += 1
+        return super().forward(x)
+
+
+def test_of_layers_that_compute_the_same_one_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "calls", 0)
+    model = nn.Sequential(Counted(8, 8), nn.LayerNorm(8), Counted(8, 8), nn.LayerNorm(8), Counted(8, 8))
+    nn.init.constant_(model[4].weight, 9.0)  # not of the numbers that the others have
+    responses = respond(model, torch.randn(4, 8))
+    # In the run, and alone in each mode: the first without a mean of zero, the second, the third.
+    assert Counted.calls == 3 + 2 * 3
+    assert responses["1", 0] == responses["3", 0]
+
+
+def test_responses_are_those_of_each_layer_called_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        block = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.LayerNorm(8)]
+        return nn.Sequential(*(copy.deepcopy(layer) for _ in range(3) for layer in block))
+
+    once = respond(model(), torch.ones(4, 8))
+    monkeypatch.setattr("pytest_modelprobe.runs.isolation.calls.likeness", lambda *_: None)
+    assert respond(model(), torch.ones(4, 8)) == once
+
+
+class Shifted(nn.Module):
+    shift = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self._buffers.get("scale", 2) + self.shift
+
+
+def plus_one(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    return output + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "shift", 1),
+        lambda layer: setattr(layer, "shift", torch.ones(8)),
+        lambda layer: layer.register_buffer("scale", torch.full((8,), 3.0)),
+        lambda layer: setattr(layer, "forward", lambda x: x * 3),
+        lambda layer: setattr(layer, "forward", MethodType(lambda self, x: x * 3, layer)),
+        lambda layer: layer.register_forward_hook(plus_one),
+        lambda layer: setattr(layer, "__class__", type("Other", (Shifted,), {"shift": 1})),
+    ],
+    ids=["number", "tensor", "buffer", "function", "method", "hook", "class"],
+)
+def test_a_layer_that_computes_otherwise_has_a_response_of_its_own(change: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(Shifted(), nn.LayerNorm(8), Shifted(), nn.LayerNorm(8), Shifted())
+    change(model[4])
+    responses = respond(model, torch.randn(4, 8))
+    first, second, third = (responses[name, 0] for name in ("0", "2", "4"))
+    assert first.handed[0].reading == second.handed[0].reading
+    assert second.handed[0].reading != third.handed[0].reading
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Reads()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.child.table += 1
+        return self.child(x)
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table
+
+
+def test_what_a_layer_writes_to_a_buffer_inside_is_part_of_its_response_alone() -> None:
+    def alone(model: nn.Module, only: list[str] | None = None) -> Responses:
+        return isolate(model, lambda: model(torch.linspace(0, 1, 16).view(2, 8)), IsolationOptions(only=only))
+
+    model = Writes()
+    responses = alone(model)
+    assert [h.where for h in responses["(root)", 0].handed] == ["child input", "child.table after", "output"]
+    assert responses["child", 0] == alone(model, only=["child"])["child", 0]
+    assert [h.passed for h in responses["child", 0].handed] == ["input"]  # the table is of ones, as before the run
+
+
+class Averages(nn.Module):
+    """Keeps averages of its inputs, as a vector quantizer does of the vectors that are nearest to each of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("written", torch.zeros(8))
+        self.register_buffer("replaced", torch.zeros(8))
+        self.tensor, self.number = torch.zeros(8), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean(0)
+        self.written.lerp_(mean, 0.1)
+        self.replaced = self.replaced.lerp(mean, 0.1)
+        self.tensor.lerp_(mean, 0.1)
+        self.number += mean.sum().item()
+        return x + self.written + self.replaced + self.tensor + self.number
+
+
+def test_averages_of_what_comes_from_upstream_do_not_count() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), Averages()), torch.randn(4, 8)
+    expected = respond(model, x)
+    nn.init.normal_(model[0].weight)
+    actual = respond(model, x, like=expected)
+    assert actual == expected
+    assert [h.where for h in actual["1", 0].handed] == ["written after", "replaced after", "output"]
 
 
 # --- the tensors of the expected call -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -43,6 +43,8 @@ from .contexts import (
     fixed_seed,
     fused_paths_disabled,
     is_equal,
+    is_plain,
+    likeness,
     projected,
     weights_of,
     with_arguments,
@@ -110,6 +112,10 @@ class Session:
         self.owned: dict[str, dict[str, str]] = defaultdict(dict)
         """Recipes of the weights of each layer, and of layers inside it that have no response."""
         self._weights: dict[int, nn.Parameter | Tensor] = {}
+        self._made: dict[int, Hashable] = {}
+        """What the synthetic weights were made from, by id."""
+        self._responses: dict[Hashable, IsolatedResponse] = {}
+        """The responses, by the `likeness` of the calls."""
         # The weights that a call may use, even those of a layer inside that it does not call.
         modules = {id(call.module): call.module for call in self.calls}.values()
         self._used = {id(t) for m in modules for t in (*nn.Module.parameters(m), *nn.Module.buffers(m))}
@@ -145,6 +151,24 @@ class Session:
         if call.reason is not None or call.inputs is None:
             return IsolatedResponse(reason=call.reason or "its inputs are not known")
         expected = self.options.expected.get((call.layer, call.index)) if call.parent is not None else None
+        like, stub = None, vars(call.module).get("forward")
+        if isinstance(stub, _ForwardStub):
+            given = expected and (dict(expected.arguments), [(v.path, v.shape, v.dtype) for v in expected.inputs])
+            like = likeness(call, stub.__wrapped__, self._made, given)
+        if like is not None:
+            recipes = self.options.recipes.get((call.layer, call.index), {}), self.owned.get(call.layer, {})
+            names = self.names.paths.get(call.layer, {})
+            like = like, *(tuple(some.items()) for some in (*recipes, names))
+        found = None if like is None else self._responses.get(like)
+        if found is None:
+            versions = None if like is None else _versions(call.module)
+            found = self._response_to(call, expected)
+            # If the call wrote to its weights, calls like it must write too, and so are not left out.
+            if like is not None and _versions(call.module) == versions:
+                self._responses[like] = found
+        return found
+
+    def _response_to(self, call: TracedCall, expected: Call | None) -> IsolatedResponse:
         alone = _IsolatedCall(self, call, expected)
         found = self._in_both_modes(alone)
         if not alone.has_other_arguments:
@@ -152,14 +176,9 @@ class Session:
         own = self._in_both_modes(_IsolatedCall(self, call))
         if found.reason is not None:
             return own  # code may raise for arguments that it was not called with in the run
-        # One response may have more outputs than the other.
-        x, y = (
-            {h.where: (h.passed, h.reading) for h in one.handed if not (h.passed or "").startswith("=")}
-            for one in (own, found)
-        )
         return dataclasses.replace(
             found,
-            arguments_matter=own.reason is not None or any(x[where] != y[where] for where in x.keys() & y.keys()),
+            arguments_matter=_tensors_differ(own, found),
             mode_matters=found.mode_matters or own.mode_matters,
             defaults=_defaults_of(call.module.forward),
         )
@@ -242,7 +261,14 @@ class Session:
             weight = nn.Parameter(weight, requires_grad=tensor.requires_grad)
         vars(weight).update(vars(tensor))
         weight._modelprobe_kind = kind
+        if all(map(is_plain, vars(tensor).values())):
+            layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+            self._made[id(weight)] = role, kind, layout, repr(vars(tensor))
         return weight  # type: ignore[no-any-return]
+
+
+def _versions(module: nn.Module) -> list[int]:
+    return [parameter._version for parameter in module._parameters.values() if parameter is not None]
 
 
 def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
@@ -393,9 +419,7 @@ class _IsolatedCall:
         wanted_head, _, wanted = self._wanted.get(label, "").partition(" ")
         wanted, _, apart = wanted.partition(" of ")
         if wanted_head == head and fits(wanted, spec.dtype, getattr(self.call.module, "num_embeddings", None)):
-            sizes = tuple(int(size) for size in apart.split("x") if size.isdecimal())
-            fit = len(sizes) == len(shape) and all(size in (1, n) for size, n in zip(sizes, shape, strict=True))
-            kind, single = wanted, sizes if fit else shape
+            kind, single = wanted, _parsed(apart, shape)
         self._recipes[label] = f"{head} {kind}" + ("" if single == shape else f" of {'x'.join(map(str, single))}")
         leaf = self.session.synthetic(kind, single, role, spec.dtype).to(spec.device)
         with torch.set_grad_enabled(self.session.options.gradient):
@@ -506,6 +530,14 @@ class _IsolatedCall:
         )
 
 
+def _tensors_differ(a: IsolatedResponse, b: IsolatedResponse) -> bool:
+    """Whether a tensor that is in both responses differs. One response may have more outputs than the other."""
+    x, y = (
+        {h.where: (h.passed, h.reading) for h in one.handed if not (h.passed or "").startswith("=")} for one in (a, b)
+    )
+    return a.reason is not None or any(x[where] != y[where] for where in x.keys() & y.keys())
+
+
 _Shapes = tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None
 """Shape of the first input of a child in the run, and now."""
 
@@ -520,6 +552,13 @@ def _followed(shape: tuple[int, ...], shapes: _Shapes) -> tuple[int, ...]:
         return shape
     follows = (i < len(before) and n == before[i] for i, n in enumerate(shape))
     return tuple(now[i] if follow else n for i, (n, follow) in enumerate(zip(shape, follows, strict=True)))
+
+
+def _parsed(text: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in a recipe if it can be expanded to ``shape``, and else ``shape``."""
+    sizes = tuple(int(size) for size in text.split("x") if size.isdecimal())
+    fit = len(sizes) == len(shape) and all(size in (1, n) for size, n in zip(sizes, shape, strict=True))
+    return sizes if fit else shape
 
 
 def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:

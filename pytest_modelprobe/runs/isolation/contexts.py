@@ -10,9 +10,10 @@ import inspect
 import itertools
 import math
 import re
+import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -29,6 +30,8 @@ from pytest_modelprobe.models import (
     seeding,
 )
 from pytest_modelprobe.record import Call, Reading, Statistics
+
+from .tracing import TracedCall
 
 ATOMIC = (nn.MultiheadAttention, nn.RNNBase)
 """Layers that are treated as one with the modules inside them."""
@@ -250,7 +253,7 @@ def with_arguments(
     tensors, given = {path for path, _ in flat.tensors}, {value.path for value in expected.inputs}
     now, then = flat.plain, expected.arguments
     came, gone = sorted(tensors - given), sorted(given - tensors)
-    plain = [path for path in {**now, **then} if path in came or repr(now.get(path)) != repr(then.get(path))]
+    plain = [path for path in {**now, **then} if path in came or not _is_same(now.get(path), then.get(path))]
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -296,6 +299,83 @@ def with_arguments(
     while by_position < len(args) and named[by_position] in found:
         by_position += 1
     return tuple(found.pop(name) for name in named[:by_position]), found
+
+
+def _is_same(a: object, b: object) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+# --- calls that compute the same --------------------------------------------------------------------------------------
+#
+# Blocks repeat: most of their layers have equal code, attributes, synthetic weights and inputs, and so equal responses.
+# One call is enough. If anything about a layer is not known to be plain, the layer is called itself.
+
+_MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
+
+_TABLES = frozenset({"_parameters", "_buffers", "forward"})
+"""Attributes of every module that are compared in their own way."""
+
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+
+class _UnknownError(Exception):
+    """There is a value, and it is not known what code does with it."""
+
+
+def likeness(call: TracedCall, forward: Any, weights: Mapping[int, Hashable], expected: object) -> Hashable | None:
+    """Return what determines the response of a call. It is equal for calls that compute the same.
+
+    Returns `None` if that is not known. It is not known of layers with children, hooks, ``__slots__``, a ``forward`` of
+    their own, objects that are not plain among their attributes and arguments, or tensors that are not synthetic.
+
+    Args:
+        call: The call.
+        forward: The ``forward`` of its layer.
+        weights: What each synthetic weight was made from, by id of the weight.
+        expected: The arguments that it gets in place of its own.
+    """
+    module, attributes = call.module, vars(call.module)
+    if call.calls or call.inputs is None or not call.inputs.known:
+        return None
+    if getattr(forward, "__func__", None) is not type(module).forward:
+        return None
+    if any(value for key, value in attributes.items() if key in _MODULE and key not in _TABLES and key != "training"):
+        return None  # it has children or hooks
+    if any(vars(kind).get("__slots__") for kind in type(module).__mro__):
+        return None  # it has attributes that `vars` does not show
+    own = {key: v for key, v in attributes.items() if key not in _TABLES and (key not in _MODULE or key == "training")}
+    tensors = [(name, x) for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
+    if any(id(tensor) not in weights for _, tensor in tensors):
+        return None
+    made = tuple((name, weights[id(tensor)], tensor._version) for name, tensor in tensors)
+    try:
+        return id(type(module)), made, call.autocast, *map(plain, (own, call.inputs.value, expected))
+    except _UnknownError:
+        return None
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a number, a text or the like."""
+    return type(value) in _PLAIN
+
+
+def plain(value: Any) -> Hashable:
+    """Return what is equal for values that are alike to code: plain ones, containers of these, and placeholders."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, repr(value)  # as text, in which -0.0 differs from 0.0
+    if kind in (tuple, list, torch.Size):
+        return kind, tuple(map(plain, value))
+    if kind is dict:
+        return kind, tuple((plain(key), plain(v)) for key, v in value.items())
+    if isinstance(value, _FUNCTIONS):
+        return kind, id(value)
+    spec = getattr(value, "_modelprobe_spec", None) if isinstance(value, Tensor) else None
+    if spec is None or spec.value is not None:
+        raise _UnknownError
+    return spec.name, spec.shape, spec.stride, spec.dtype, spec.device, spec.kind
 
 
 # --- gradients: those of one call add up to one reading, each with signs that its role chooses ------------------------
