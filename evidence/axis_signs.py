@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 
 from pytest_modelprobe.statistics import Samples
-from pytest_modelprobe.statistics.fingerprint import project
-from pytest_modelprobe.statistics.samples import K
+from pytest_modelprobe.statistics.fingerprint import K, project
 
 SHAPE = (32, 14, 14)
 DRAWS = 2000

@@ -46,7 +46,7 @@ class Compiled(Protocol):
     ) -> bytes | None:
         """Return the numbers of a tensor, its histogram, the ranges of its units, and its fingerprint.
 
-        See `statistics.reduced.PackedReduction`. Returns ``None`` if float64 does not hold the squares.
+        See `statistics.operations.PackedReduction`. Returns ``None`` if float64 does not hold the squares.
 
         Args:
             address: Of the first element.

@@ -100,7 +100,12 @@ class ModelProbe:
     ) -> None:
         if type(seed) is not int:
             raise UsageError(f"a seed is an integer; got {seed!r}")
-        self.device = _device(device)
+        try:
+            self.device = torch.device(device)
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0].partition(",")[0]
+            raise UsageError(f"device {str(device)!r} cannot be used here: {reason}") from None
         self.seed = seed
         self.kept: Mapping[str, list[Any]] = {}
         """Outputs of the layers in ``keep=`` of the newest `run`."""
@@ -464,14 +469,3 @@ def _sizes(shape: Iterable[int | Sequence[int]]) -> list[int]:
     if not all(isinstance(n, int) for n in sizes):
         raise UsageError(f"a shape is integers, randn(2, 3) or randn((2, 3)); got {tuple(shape)!r}")
     return cast("list[int]", sizes)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    """Return the device; UsageError where torch does not know it or cannot reach it."""
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0].partition(",")[0]
-        raise UsageError(f"device {str(device)!r} cannot be used here: {reason}") from None
-    return found

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pytest_modelprobe import kernel
 from pytest_modelprobe._torch import openmp_team
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.statistics.reduced import PackedReduction, prepare
+from pytest_modelprobe.statistics.operations import PackedReduction, prepare
 
 compiled = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
 

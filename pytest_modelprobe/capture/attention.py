@@ -73,7 +73,10 @@ class AttentionMode(ForwardMode):
         if func in _SOFTMAXES and isinstance(output, Tensor) and _may_be_weights(output):
             dim = _axis(*args, **kwargs)
             if dim is not None:
-                self._add(output, _positions(output, dim), weights)
+                shape = [1] * output.ndim
+                shape[dim] = output.shape[dim]
+                positions = torch.arange(output.shape[dim], device="cpu").reshape(shape)  # there it can be read
+                self._add(output, positions.expand(output.shape), weights)
         if weights.kept is not None:
             weights.keep()
 
@@ -107,8 +110,6 @@ class AttentionMode(ForwardMode):
         equation = args[0].replace(" ", "") if name == "einsum" and isinstance(args[0], str) else None
         listed = (arg if isinstance(arg, (tuple, list)) else [arg] for arg in args)
         operands = [x for xs in listed for x in xs if isinstance(x, Tensor)]
-        if name == "__rmatmul__":
-            operands.reverse()
         if len(operands) != 2 or (name == "einsum" and equation is None):
             return
         axes = _summed(equation, operands)
@@ -163,13 +164,6 @@ class _Followed(NamedTuple):
             own.kept = AttentionObservation(nothing, nothing, nothing.reshape(0, 0, 0), "another axis")
         if own.kept is not None:
             own.keep()
-
-
-def _positions(tensor: Tensor, dim: int) -> Tensor:
-    """Return the position of each element along ``dim``, in an expanded tensor on the CPU, where it can be read."""
-    shape = [1] * tensor.ndim
-    shape[dim] = tensor.shape[dim]
-    return torch.arange(tensor.shape[dim], device="cpu").reshape(shape).expand(tensor.shape)
 
 
 def _varying(positions: Tensor) -> int | None:
@@ -289,15 +283,11 @@ def _of_multihead(*args: Any, **kwargs: Any) -> AttentionObservation | None:
 _MULTIHEAD = F.multi_head_attention_forward.__code__.co_varnames[: F.multi_head_attention_forward.__code__.co_argcount]
 
 _SOFTMAXES = {F.softmax, torch.softmax, Tensor.softmax}
-_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "einsum"}
+_PRODUCTS = {"matmul", "__matmul__", "bmm", "einsum"}
 
 
 def _alike(func: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
     return func(positions, *args, **kwargs)
-
-
-def _reshaped(_: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return positions.reshape(*args, **kwargs)  # positions are expanded, and `view` would refuse them
 
 
 _LAYOUTS: dict[Any, Callable[..., Any]] = {
@@ -310,7 +300,10 @@ _LAYOUTS: dict[Any, Callable[..., Any]] = {
     if hasattr(home, name)
 }  # fmt: skip
 _LAYOUTS |= {getattr(Tensor, name).__get__: _alike for name in ("mT", "T", "mH", "H")}
-_LAYOUTS |= dict.fromkeys((torch.reshape, Tensor.reshape, Tensor.view), _reshaped)
+_LAYOUTS |= dict.fromkeys(  # positions are expanded, and `view` would refuse them
+    (torch.reshape, Tensor.reshape, Tensor.view),
+    lambda _, positions, *args, **kwargs: positions.reshape(*args, **kwargs),
+)
 
 _READERS: dict[Any, _Reader] = {
     F.softmax: _of_softmax,
@@ -340,7 +333,9 @@ def _observed(weights: Tensor, allowed: Tensor) -> AttentionObservation:
 
     The entropy of a query is ``-sum(w log w)``, at most the logarithm of the number of keys that it may attend to.
     """
-    weights, allowed = (_with_four_axes(x) for x in (weights, allowed))
+    weights, allowed = (
+        x.reshape(*((-1, 1) if x.ndim < 4 else (x.shape[0], -1)), *x.shape[-2:]) for x in (weights, allowed)
+    )
     keys = allowed.sum(-1)
     choice = keys > 1  # with fewer than two keys the entropy is 0
     share = torch.special.entr(weights).sum(-1) / keys.clamp(min=2).log()
@@ -350,9 +345,3 @@ def _observed(weights: Tensor, allowed: Tensor) -> AttentionObservation:
         choice.sum((0, 2)),
         weights.amax(1),
     )
-
-
-def _with_four_axes(x: Tensor) -> Tensor:
-    if x.ndim < 4:
-        return x.reshape(-1, 1, *x.shape[-2:])
-    return x.reshape(x.shape[0], -1, *x.shape[-2:])

@@ -15,7 +15,6 @@ The gradient of a parameter is read before it is added to ``.grad``, because ``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import operator
 from collections.abc import Mapping, MutableMapping
@@ -140,7 +139,7 @@ class Gradients:
             with ambient_modes_disabled(), contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
                 alias = tensor.detach()
                 # The alias gives up the memory, so that it keeps none alive. It still shares the count of versions.
-                alias.data = _no_elements(tensor.dtype, tensor.device)
+                alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 self._views.append((seen, tensor._version, alias))
         return seen
 
@@ -300,11 +299,6 @@ class Gradients:
         return reduced
 
 
-@functools.cache
-def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
 class _TensorHook:
     """Our hook on one tensor. It hands the gradient to every observation of the tensor."""
 
@@ -400,7 +394,7 @@ class ParameterHooks:
 
     def see_accumulated(self, hook: _ParameterHook, parameter: nn.Parameter) -> None:
         """Let the hook of a parameter also be called when the gradient has been added to ``.grad``."""
-        self._handles.append(parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook)))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(hook.accumulated))
         hook.sees_accumulated = True
 
     def hold_gradients(self) -> bool:
@@ -506,7 +500,6 @@ class _ParameterHook:
     """
 
     __slots__ = ("_arrived", "_axis", "_parameter", "_parts", "held", "names", "owner", "sees_accumulated")
-    is_modelprobe = True
 
     def __init__(self, owner: ParameterHooks, parameter: nn.Parameter, axis: int | None) -> None:
         self.owner = owner
@@ -536,7 +529,12 @@ class _ParameterHook:
             owner.steps.arrives(parameter, self.held, backward)
             owner.gradients.receive_parameter(self.names, gradient, self._axis)
 
-    def take_accumulated(self, parameter: nn.Parameter) -> None:
+    def accumulated(self, parameter: nn.Parameter) -> None:
+        """Look at ``.grad`` when a gradient has been added to it."""
+        if self.owner.guard.active:
+            self.owner.guard.observe(self._take_accumulated, parameter)
+
+    def _take_accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` if the hook could not see the gradient.
 
         That is so if it came in parts, and with FSDP2, where torch does not call the hook.
@@ -547,18 +545,6 @@ class _ParameterHook:
         backward = self.owner.gradients.current()
         if gradient is not None and (self._parts > 1 or backward != self._arrived):
             self.owner.gradients.receive_parameter(self.names, gradient, self._axis)
-
-
-class _AccumulatedHook:
-    __slots__ = ("_hook",)
-    is_modelprobe = True
-
-    def __init__(self, hook: _ParameterHook) -> None:
-        self._hook = hook
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        if self._hook.owner.guard.active:
-            self._hook.owner.guard.observe(self._hook.take_accumulated, parameter)
 
 
 def _named(hooks: list[tuple[_ParameterHook, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

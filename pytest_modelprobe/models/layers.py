@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import filterfalse
 from typing import Any
 from weakref import ref
@@ -335,8 +335,11 @@ class Offloaded:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept: dict[int, tuple[Mapping[str, torch.Tensor], str]] = {}
         for module in modules if "accelerate" in sys.modules else ():
-            for weights in _weights(module):
-                for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            hook: Any = getattr(module, "_hf_hook", None)
+            for one in getattr(hook, "hooks", (hook,)):  # a `SequentialHook` has several
+                weights: Any = getattr(one, "weights_map", None)
+                named = itertools.chain(module.named_parameters(), module.named_buffers())
+                for name, tensor in named if weights is not None else ():
                     if tensor.is_meta:
                         self._kept[id(tensor)] = weights, name
 
@@ -353,14 +356,6 @@ class Offloaded:
             weights, name = self._kept[id(tensor)]
             return weights[name]
         return tensor
-
-
-def _weights(module: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield the mappings in which the hooks of accelerate on a module keep weights."""
-    hook: Any = getattr(module, "_hf_hook", None)
-    for one in getattr(hook, "hooks", (hook,)):  # a `SequentialHook` has several
-        if getattr(one, "weights_map", None) is not None:
-            yield one.weights_map
 
 
 # --- weights that are zero --------------------------------------------------------------------------------------------

@@ -127,10 +127,6 @@ def _set_warning_filters(before: list[Any]) -> None:
     warnings.filters.extend(before)  # type: ignore[attr-defined]
 
 
-def _set_deterministic(before: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
 def _set_autocast(before: tuple[Autocast, ...]) -> None:
     for device, dtype, enabled in before:  # set also where it is off: the dtype for the next time is a setting too
         torch.set_autocast_enabled(device, enabled)
@@ -146,7 +142,7 @@ SETTINGS = (
     Setting(
         "deterministic algorithms",
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        _set_deterministic,
+        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
     ),
     *(
         Setting(
@@ -165,10 +161,6 @@ SETTINGS = (
 # --- random generators ------------------------------------------------------------------------------------------------
 
 
-def _cuda_states() -> Any:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # reading would initialize CUDA
-
-
 def _set_cuda_states(before: Any) -> None:
     if before is not None:
         torch.cuda.set_rng_state_all(before)
@@ -182,7 +174,11 @@ def _generators() -> Iterator[Setting]:
         yield Setting("generator of MPS", torch.mps.get_rng_state, torch.mps.set_rng_state)
     if torch.xpu.is_available():
         yield Setting("generators of XPU", torch.xpu.get_rng_state_all, torch.xpu.set_rng_state_all)
-    yield Setting("generators of CUDA", _cuda_states, _set_cuda_states)
+    yield Setting(
+        "generators of CUDA",
+        lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,  # it initializes CUDA
+        _set_cuda_states,
+    )
     yield Setting("generator of numpy", np.random.get_state, np.random.set_state)
     yield Setting("generator of random", random.getstate, random.setstate)
 
@@ -337,8 +333,15 @@ class ModelState:
                 restore()
             # Bytes that did not change may be read-only, and their version counter must not move. Each device is waited
             # for once.
-            memory = [*self._memory.values()]
-            for (storage, before), differs in zip(memory, read_flags([_differs(*one) for one in memory]), strict=True):
+            memory, flags = [*self._memory.values()], []
+            for storage, before in memory:
+                if storage.nbytes() != before.numel():
+                    storage.resize_(before.numel())
+                now, then = as_bytes(storage), before
+                if now.numel() % 8 == 0:  # torch compares six times as many in the same time
+                    now, then = now.view(torch.int64), then.view(torch.int64)
+                flags.append(torch.tensor(not torch.equal(now, then)) if now.is_cpu else (now != then).any())
+            for (storage, before), differs in zip(memory, read_flags(flags), strict=True):
                 if differs:
                     as_bytes(storage).copy_(before)
             for restore in self._late:
@@ -530,16 +533,6 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return where the elements of a strided tensor are. It stays the same unless the tensor's data are replaced."""
     storage = storage_key(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _differs(storage: torch.UntypedStorage, before: torch.Tensor) -> torch.Tensor:
-    """Return whether the bytes of a storage changed, as a tensor: nothing is read from a device."""
-    if storage.nbytes() != before.numel():
-        storage.resize_(before.numel())
-    now = as_bytes(storage)
-    if now.numel() % 8 == 0:  # torch compares six times as many in the same time
-        now, before = now.view(torch.int64), before.view(torch.int64)
-    return torch.tensor(not torch.equal(now, before)) if now.is_cpu else (now != before).any()
 
 
 @contextmanager

@@ -18,7 +18,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -120,7 +119,15 @@ class SourceMode(TorchFunctionMode):
 
 
 def _operation(func: Any, detail: str = "") -> Operation:
-    return Operation(name=_name(func), location=_model_line(sys._getframe(2)), detail=detail)
+    location = None
+    for caller, line in traceback.walk_stack(sys._getframe(2)):
+        path = caller.f_code.co_filename
+        if path.startswith(_OURS):
+            break  # the model is made of torch's own modules, and what called us is no part of it
+        if _is_model_code(path):
+            location = f"{Path(path).name}:{line}"
+            break
+    return Operation(name=_name(func), location=location, detail=detail)
 
 
 def _facts(flat: Flat) -> tuple[str, bool]:
@@ -199,17 +206,6 @@ def _forward_line(node: Node) -> str | None:
             return None
         if rest and _is_model_code(path):
             return f"{Path(path).name}:{rest.partition(',')[0]}"
-    return None
-
-
-def _model_line(frame: FrameType | None) -> str | None:
-    """Return file and line of the innermost frame of the model, which is neither torch's nor Python's."""
-    for caller, line in traceback.walk_stack(frame):
-        path = caller.f_code.co_filename
-        if path.startswith(_OURS):
-            return None  # the model is made of torch's own modules, and what called us is no part of it
-        if _is_model_code(path):
-            return f"{Path(path).name}:{line}"
     return None
 
 

@@ -15,7 +15,7 @@ Moments are accurate to 1e-6 of the root mean square. A float32 `dot` over 256 k
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +25,24 @@ from torch import Tensor
 
 from pytest_modelprobe._torch import function_modes
 from pytest_modelprobe.models import as_array, together
-from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
+from pytest_modelprobe.record import Reading, Statistics, Units
 
-from .fingerprint import read, turned, turned_on_device
-from .operations import by_torch, fetch, from_counts, merged_rows, on_cpu
+from .fingerprint import WHOLE, Array, Samples, SeenSamples, read, samples_of, sum_of_hashes, turned, turned_on_device
+from .operations import (
+    NO_ELEMENT,
+    PackedReduction,
+    Reduced,
+    Reduction,
+    by_kernel,
+    by_kernel_merged,
+    by_torch,
+    fetch,
+    from_counts,
+    merged_row,
+    merged_rows,
+    on_cpu,
+)
 from .readable import ABSTRACT, ambient_modes_disabled, as_plain_tensor, is_expanded
-from .reduced import NO_ELEMENT, Array, PackedReduction, Reduced, Reduction, by_kernel, by_kernel_merged, merged_row
-from .samples import WHOLE, Samples, SeenSamples, samples_of, sum_of_hashes
 
 __all__ = [
     "ABSTRACT",
@@ -139,7 +150,16 @@ def _merged(a: Reduced, b: Reduced) -> Reduced:
             # A device without float64 keeps all rows for the CPU: sums in float32 would lose digits at each merge.
             merged.rows = merged_rows(rows) if rows.dtype == torch.float64 else rows
         _merge_units(merged, a, b)
-        _merge_remote_fingerprints(merged, a, b)
+        size = _size_of_fingerprint(a)
+        if size is None or size != _size_of_fingerprint(b):
+            return merged  # one has none, or one is of integers and the other is not
+        if a.fingerprint is not None and b.fingerprint is not None:
+            merged.fingerprint = a.fingerprint + b.fingerprint
+        else:
+            merged.fingerprint = a.fingerprint if b.fingerprint is None else b.fingerprint
+        remote = [one.remote_fingerprint for one in (a, b) if one.remote_fingerprint is not None]
+        if remote:
+            merged.remote_fingerprint = remote[0] if len(remote) == 1 else torch.add(*together(*remote))
     return merged
 
 
@@ -198,6 +218,10 @@ def collect(reduced: Sequence[Reduction]) -> list[Reading]:
         units = None
         if statistics and statistics.count and one.axis is not None and one.low is not None and one.high is not None:
             units = Units(axis=one.axis, low=_plain_numbers(plain(one.low)), high=_plain_numbers(plain(one.high)))
+        histogram = None
+        if one.histogram is not None:  # the counts of other devices were fetched, as floats
+            counts = numbers.get(id(one.histogram))
+            histogram = from_counts(as_array(one.histogram) if counts is None else counts.astype(np.int64))
         fingerprint, digest = None, None
         numbers_of_all = one.fingerprint
         if one.remote_fingerprint is not None:
@@ -213,17 +237,10 @@ def collect(reduced: Sequence[Reduction]) -> list[Reading]:
                 fingerprint=fingerprint,
                 digest=digest,
                 reason=one.reason,
-                histogram=_histogram(one.histogram, numbers),
+                histogram=histogram,
             )
         )
     return readings
-
-
-def _histogram(counts: Tensor | None, numbers: Mapping[int, Array]) -> Histogram | None:
-    """Return the histogram of counts. ``numbers`` has the counts of other devices by `id`, as floats."""
-    if counts is None:
-        return None
-    return from_counts(numbers[id(counts)].astype(np.int64) if id(counts) in numbers else as_array(counts))
 
 
 def _statistics(row: Sequence[float]) -> Statistics:
@@ -253,19 +270,6 @@ def _has_numbers(reduced: Reduced) -> bool:
     return reduced.row is not None or reduced.rows is not None
 
 
-def _merge_remote_fingerprints(merged: Reduced, a: Reduced, b: Reduced) -> None:
-    size = _size_of_fingerprint(a)
-    if size is None or size != _size_of_fingerprint(b):
-        return  # one has none, or one is of integers and the other is not
-    if a.fingerprint is not None and b.fingerprint is not None:
-        merged.fingerprint = a.fingerprint + b.fingerprint
-    else:
-        merged.fingerprint = a.fingerprint if b.fingerprint is None else b.fingerprint
-    remote = [one.remote_fingerprint for one in (a, b) if one.remote_fingerprint is not None]
-    if remote:
-        merged.remote_fingerprint = remote[0] if len(remote) == 1 else torch.add(*together(*remote))
-
-
 def _size_of_fingerprint(reduced: Reduced) -> int | None:
     either = reduced.fingerprint if reduced.remote_fingerprint is None else reduced.remote_fingerprint
     return None if either is None else len(either)
@@ -281,9 +285,9 @@ def _merge_units(merged: Reduced, a: Reduced, b: Reduced) -> None:
     elif isinstance(a.low, np.ndarray) and isinstance(b.low, np.ndarray):
         merged.axis, merged.low, merged.high = a.axis, np.minimum(*lows), np.maximum(*highs)
     else:
-        lows, highs = (together(*map(_as_tensor, both)) for both in (lows, highs))
+        # The arrays of the kernel are read-only.
+        lows, highs = (
+            together(*(one if isinstance(one, Tensor) else torch.from_numpy(one.copy()) for one in both))
+            for both in (lows, highs)
+        )
         merged.axis, merged.low, merged.high = a.axis, torch.minimum(*lows), torch.maximum(*highs)
-
-
-def _as_tensor(values: Array | Tensor) -> Tensor:
-    return values if isinstance(values, Tensor) else torch.from_numpy(values.copy())  # that of the kernel is read-only

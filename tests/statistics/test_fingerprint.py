@@ -24,10 +24,9 @@ from pytest_modelprobe.statistics import (
     reduce,
     with_signs_of,
 )
-from pytest_modelprobe.statistics import samples as signs
-from pytest_modelprobe.statistics.fingerprint import read, turned
+from pytest_modelprobe.statistics import fingerprint as signs
+from pytest_modelprobe.statistics.fingerprint import K, read, turned
 from pytest_modelprobe.statistics.operations import by_torch
-from pytest_modelprobe.statistics.samples import K
 
 SIZES = [1, 2, 255, 256, 257, 1000, 1025, 32_768, 65_537]
 LARGE = [2**18 + 1, 2**20 - 1, 2**20, 2**20 + 300]  # around a piece
@@ -382,7 +381,7 @@ def test_no_product_is_computed_on_a_device(dtype):
     x = torch.empty(6, 700, dtype=dtype, device="meta")
     with Operations() as seen:
         by_torch(x, -1, 0, histogram=True)
-        statistics.samples._hashes([x], None)
+        statistics.fingerprint._hashes([x], None)
     assert "sum" in seen.names
     assert not seen.names & {"mm", "mv", "bmm", "dot", "vdot", "addmm", "addmv", "baddbmm", "linear"}
 

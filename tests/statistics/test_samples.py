@@ -11,17 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from pytest_modelprobe.record import estimated_change
-from pytest_modelprobe.statistics import (
-    SeenSamples,
-    ambient_modes_disabled,
-    collect,
-    merge,
-    reduce,
-    samples,
-    samples_of,
-)
+from pytest_modelprobe.statistics import SeenSamples, ambient_modes_disabled, collect, merge, reduce, samples_of
+from pytest_modelprobe.statistics import fingerprint as samples
+from pytest_modelprobe.statistics.fingerprint import K
 from pytest_modelprobe.statistics.operations import by_torch
-from pytest_modelprobe.statistics.samples import K
 
 
 def reduce_on_device(tensor, axis=None, index=0, **options):

@@ -24,8 +24,7 @@ from pytest_modelprobe.statistics import (
     merge,
     reduce,
 )
-from pytest_modelprobe.statistics.operations import by_torch
-from pytest_modelprobe.statistics.reduced import NO_ELEMENT
+from pytest_modelprobe.statistics.operations import NO_ELEMENT, by_torch
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EIGHT_BITS = sorted((d for n, d in vars(torch).items() if n.startswith("float8_")), key=str)

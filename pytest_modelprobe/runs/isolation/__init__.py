@@ -166,27 +166,21 @@ def noisy(
     >>> 0.001 < response.handed[0].reading.noise < 0.01
     True
     """
-    return {
-        key: _with_noise(response, [repeat.get(key) for repeat in repeats], exact.get(key))
-        for key, response in responses.items()
-    }
-
-
-def _with_noise(
-    response: IsolatedResponse, repeats: Sequence[IsolatedResponse | None], exact: IsolatedResponse | None
-) -> IsolatedResponse:
-    now, *others, precise = ({} if r is None else _readings(r) for r in (response, *repeats, exact))
-
-    def measured(where: str) -> Reading | None:
-        reading = now[where]
-        changes = [relative_change(reading, other.get(where)) for other in others] if reading else []
-        if reading and (other := precise.get(where)):
-            changes.append(min(relative_change(reading, other) or 0.0, ROUNDING_OF_RESPONSES))
-        known = [change for change in changes if change is not None]
-        return dataclasses.replace(reading, noise=max(known)) if reading and known else reading
-
-    handed = tuple(dataclasses.replace(h, reading=measured(h.where)) for h in response.handed)
-    return dataclasses.replace(response, handed=handed, gradient=measured(""))
+    found = {}
+    for key, response in responses.items():
+        again = (response, *(repeat.get(key) for repeat in repeats), exact.get(key))
+        now, *others, precise = ({} if one is None else _readings(one) for one in again)
+        measured = dict(now)
+        for where, reading in now.items():
+            changes = [relative_change(reading, other.get(where)) for other in others] if reading else []
+            if reading and (other := precise.get(where)):
+                changes.append(min(relative_change(reading, other) or 0.0, ROUNDING_OF_RESPONSES))
+            known = [change for change in changes if change is not None]
+            if reading and known:
+                measured[where] = dataclasses.replace(reading, noise=max(known))
+        handed = tuple(dataclasses.replace(h, reading=measured[h.where]) for h in response.handed)
+        found[key] = dataclasses.replace(response, handed=handed, gradient=measured[""])
+    return found
 
 
 def _readings(response: IsolatedResponse) -> dict[str, Reading | None]:

@@ -237,8 +237,10 @@ def _floats(kind: str, shape: Sequence[int], name: str, draws: Draws) -> Tensor:
         return _coins(draws(shape, name)).float()
     if match["exponent"]:
         numbers = draws(shape, name, int(match["exponent"]), match["sign"])
-        if match["sign"] == "*":
-            return _with_a_large_row(numbers, 2.0 ** (_LARGE - int(match["exponent"])), name)
+        if match["sign"] == "*" and numbers.dim() > 1 and numbers.numel():
+            rows = numbers.view(-1, numbers.shape[-1])
+            # Which row is large depends on the name, as two large rows may cancel.
+            rows[seeding.derive(0, f"row {name}") % len(rows)] *= 2.0 ** (_LARGE - int(match["exponent"]))
         return numbers.clamp_(max=1) if match["capped"] else numbers
     value = float(match["value"])
     if match["how"] == "const":
@@ -263,15 +265,6 @@ def _integers(kind: str, shape: Sequence[int], name: str, draws: Draws) -> Tenso
     numbers = seeding.randint(low, high + 1, shape, seed=0, name=name, device="cpu")
     if match["mark"]:
         numbers[draws(shape, name) > 0.5] = int(match["mark"])
-    return numbers
-
-
-def _with_a_large_row(numbers: Tensor, times: float, name: str) -> Tensor:
-    """Return the numbers with one row multiplied. Which row depends on the name, as two large rows may cancel."""
-    if numbers.dim() < 2 or not numbers.numel():
-        return numbers
-    rows = numbers.view(-1, numbers.shape[-1])
-    rows[seeding.derive(0, f"row {name}") % len(rows)] *= times
     return numbers
 
 

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -376,7 +376,11 @@ class KeptForwards:
 
         Parameters and buffers do not count. A cache depends on other layers, and would make a response depend on them.
         """
-        return {name for name, now in _held(self._layers).items() if not _is_same(self._held[name], now)}
+        return {
+            name
+            for name, now in _held(self._layers).items()
+            if [(id(was()), before) for was, before in self._held[name]] != [(id(t), version(t)) for t in now]
+        }
 
     def obstacle(self) -> str | None:
         """Return why no forward can be run again without changing the state of the model, or `None` if it can."""
@@ -393,7 +397,13 @@ class KeptForwards:
 
     def _note_state(self) -> None:
         self._held = {name: [(ref(t), version(t)) for t in held] for name, held in _held(self._layers).items()}
-        found = [(m, name, b) for m in self._layers.modules.values() for name, b in _written_buffers(m)]
+        # Those of norms are synthetic in an isolated call.
+        found = [
+            (module, name, buffer)
+            for module in self._layers.modules.values()
+            for name, buffer in module._buffers.items()
+            if not isinstance(module, BatchOrInstanceNorm) and has_dense_storage(buffer) and buffer.is_floating_point()
+        ]
         if sum(buffer.nbytes for _, _, buffer in found) <= _MOST_BYTES:
             with statistics.ambient_modes_disabled(), torch.no_grad():
                 self._buffers = [(module, name, buffer.detach().clone()) for module, name, buffer in found]
@@ -424,13 +434,6 @@ class KeptForwards:
             return copy.deepcopy(inputs, known)
 
 
-def _written_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating buffers of a layer itself, except those of norms, which are synthetic in an isolated call."""
-    for name, buffer in () if isinstance(module, BatchOrInstanceNorm) else module._buffers.items():
-        if has_dense_storage(buffer) and buffer.is_floating_point():
-            yield name, buffer
-
-
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a layer that may contain tensors."""
     return ((key, v) for key, v in vars(module).items() if key not in _OWN and type(v) not in _PLAIN)
@@ -449,9 +452,3 @@ def _held(layers: Layers) -> dict[str, list[Tensor]]:
         name: [tensor for _, value in _attributes(module) for tensor in inside(value)]
         for name, module in layers.modules.items()
     }
-
-
-def _is_same(then: Sequence[tuple[ReferenceType[Tensor], int | None]], now: Sequence[Tensor]) -> bool:
-    return len(then) == len(now) and all(
-        was() is tensor and before == version(tensor) for (was, before), tensor in zip(then, now, strict=True)
-    )

@@ -68,10 +68,10 @@ enum {
     SMALL = 1 << 13,  /* up to so many elements, all is done in float64 */
     THREADED = 1 << 16 /* from so many elements on, the GIL is released, and other threads may run */
 };
-/* These are the constants of statistics/samples.py. FLUSHED: so many rows are added in the type of the elements, then
-   their sum in float64. */
+/* These are the constants of statistics/fingerprint.py. FLUSHED: so many rows are added in the type of the elements,
+   then their sum in float64. */
 enum { COLUMNS = 256, NUMBERS = 16, MASKS = 8, ORDERS = 256, ORDER_BITS = 3, SIGN_BITS = 48, FLUSHED = 16 };
-/* These are those of statistics/histogram.py. */
+/* These are those of statistics/operations.py. */
 enum { OUTERMOST = 80, BINS = 2 * (2 * OUTERMOST + 1) + 1 };
 
 /* --- what all instruction sets share ------------------------------------------------------------------------------ */
@@ -418,8 +418,8 @@ static void pack(Packed *to, const Part *all, int64_t copies, double index) {
     }
 }
 
-/* Reads the tables of signs: masks, signs of the lanes of each sum, orders. They come from statistics/samples.py, so that
-   there is one source of them. */
+/* Reads the tables of signs: masks, signs of the lanes of each sum, orders. They come from statistics/fingerprint.py, so
+   that there is one source of them. */
 static PyObject *set_tables(PyObject *module, PyObject *args) {
     const char *masks, *lanes, *orders;
     Py_ssize_t m, l, o;
