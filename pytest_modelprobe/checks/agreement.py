@@ -332,7 +332,16 @@ def not_finite(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]
     if prepared.has_loss and trace.loss is not None and not trace.loss.isfinite():
         said = f"computes a loss of {trace.loss.item()}{when} from finite outputs"
         return Violation.at(ROOT, said, advice="Look for a division or a logarithm in the loss.")
-    return _of_gradients(trace, when)
+    bad = [(name, g) for name, g in trace.gradients.items() if g is not None and _kinds(g)]
+    if not bad:
+        return None
+    rows = in_backward_order(bad, trace)
+    return Violation.first_of(
+        ((name, *_counted(gradient)) for name, gradient in rows),
+        f"gets a gradient that is not finite{when}: {_kinds_text(_kinds(rows[0][1]))}",
+        columns=("gradient of", "NaN", "infinite", "elements"),
+        advice=_GRADIENT,
+    )
 
 
 def _of_outputs(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any], when: str) -> Violation | None:
@@ -378,19 +387,6 @@ def _sources(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]) 
             if found.get(kind) is None or not (source or _UNKNOWN).given:
                 found[kind] = source
     return found
-
-
-def _of_gradients(trace: Trace, when: str) -> Violation | None:
-    bad = [(name, g) for name, g in trace.gradients.items() if g is not None and _kinds(g)]
-    if not bad:
-        return None
-    found = in_backward_order(bad, trace)
-    return Violation.first_of(
-        ((name, *_counted(gradient)) for name, gradient in found),
-        f"gets a gradient that is not finite{when}: {_kinds_text(_kinds(found[0][1]))}",
-        columns=("gradient of", "NaN", "infinite", "elements"),
-        advice=_GRADIENT,
-    )
 
 
 def _kinds(tensor: Tensor) -> list[str]:

@@ -99,7 +99,7 @@ def any_batch_size(prepared: PreparedModel, *, axis: int = 0, tolerance: float |
     size = size_of(prepared, axis)
     one = prepared.reference(mode="eval")
     resized = _resized(prepared, size, axis, (size + 1,))
-    inputs = batched(prepared, size, axis) if resized is None else resized.inputs
+    inputs = batched(prepared, size, axis) if resized is None else resized[2]
     runs = {n: prepared.run(mode="eval", vary=_sized(inputs, size, n, axis)) for n in (1, size + 1) if n != size}
     for n, two in runs.items():
         if two.error is not None:
@@ -189,14 +189,8 @@ def batched(prepared: PreparedModel, size: int, axis: int) -> set[str]:
 # --- the batch axes of each tensor --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Resized:
-    """A run of the model on a batch of a different size."""
-
-    trace: Trace
-    n: int
-    inputs: set[str]
-    """Paths of the inputs that have the batch axis."""
+_Resized = tuple[Trace, int, set[str]]
+"""A run of the model on a batch of a different size, that size, and the paths of the inputs along the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +213,9 @@ class _Rows:
     @classmethod
     def of(cls, one: Trace, size: int, resized: _Resized) -> _Rows:
         """Return the axes that are longer in a longer batch."""
-        follow = axes_that_follow(one, resized.trace, size, resized.n)
-        there = {given.where for given in resized.trace.tensors}
+        trace, n, inputs = resized
+        follow = axes_that_follow(one, trace, size, n)
+        there = {given.where for given in trace.tensors}
         # With another number of axes it is compared as a whole.
         along = [
             g
@@ -230,10 +225,10 @@ class _Rows:
         beside = [given for given in one.tensors if given.is_final and given not in along]
         floating = [given for given in along if is_rounded(given.tensor)]
         final = any(given.is_final for given in floating)
-        alike = one.final.keys() == resized.trace.final.keys()  # and no list of one for each row
+        alike = one.final.keys() == trace.final.keys()  # and no list of one for each row
         return cls(
             size,
-            resized.inputs,
+            inputs,
             {given.where: follow.get(given.where, []) for given in floating},
             floating,
             tuple(f"{g.path} {tuple(g.tensor.shape)}" for g in beside if not (final and _is_number(g.tensor))),
@@ -299,7 +294,7 @@ def _resized(prepared: PreparedModel, size: int, axis: int, sizes: tuple[int, ..
             varied = rows_of - {left_out}
             trace = prepared.run(mode="eval", vary=_sized(varied, size, n, axis))
             if trace.error is None:
-                return _Resized(trace, n, varied)
+                return trace, n, varied
     return None
 
 

@@ -58,6 +58,8 @@ class Check:
     >>> outcome = checks.batch_independent.outcome(probe, model, probe.randn(4, 3))
     >>> outcome.verdict, outcome.layer
     ('broken', '(root)')
+    >>> inspect.signature(checks.batch_independent)
+    <Signature (probe, model, /, *inputs, axis=0, tolerance=None, loss=None, kwargs=None, **model_kwargs)>
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Check:
         parameters = list(inspect.signature(function).parameters.values())[1:]
         self.options = frozenset(p.name for p in parameters)
         """Keyword arguments of the check; all others are passed to the model."""
-        self.__signature__ = _called_with(parameters)
+        first, model, inputs, *of_all, others = list(inspect.signature(Check.outcome).parameters.values())[1:]
+        every = [first, model, inputs, *parameters, *of_all, others.replace(name="model_kwargs")]
+        self.__signature__ = inspect.Signature([one.replace(annotation=inspect.Parameter.empty) for one in every])
 
     def __get__(self, instance: object, owner: type | None = None) -> Check:
         """Return the check itself: `help()` shows the signature of objects with this method."""
@@ -222,18 +226,6 @@ def noted(where: str, by: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"raised {where}, which checks.{by} called")
         raise
-
-
-def _called_with(options: list[inspect.Parameter]) -> inspect.Signature:
-    """Return the signature of a check with these options.
-
-    >>> from pytest_modelprobe import checks
-    >>> inspect.signature(checks.batch_independent)
-    <Signature (probe, model, /, *inputs, axis=0, tolerance=None, loss=None, kwargs=None, **model_kwargs)>
-    """
-    probe, model, inputs, *of_all, others = list(inspect.signature(Check.outcome).parameters.values())[1:]
-    parameters = [probe, model, inputs, *options, *of_all, others.replace(name="model_kwargs")]
-    return inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters])
 
 
 def _is(value: Any, kind: Any) -> bool:

@@ -370,14 +370,23 @@ class _Attempt:
         return part
 
 
+def checked_sizes(option: str, given: Sequence[int], length: int) -> tuple[int, ...]:
+    """Return the lengths of pieces that the user gave.
+
+    Raises:
+        UsageError: They do not add up to the whole, or there is one alone.
+    """
+    if not all(isinstance(n, int) and n > 0 for n in given) or sum(given) != length:
+        raise UsageError(f"{option} are lengths that add up to the {count(length, 'position')}; got {given!r}")
+    if len(given) < 2:
+        raise UsageError(f"{option} are two or more; got {given!r}")
+    return tuple(given)
+
+
 def _sizes(length: int, chunks: Sequence[int] | None, *, alone: bool) -> tuple[int, ...]:
     """Return the lengths of the chunks."""
     if chunks is not None:
-        if not all(isinstance(n, int) and n > 0 for n in chunks) or sum(chunks) != length:
-            raise UsageError(f"chunks= are lengths that add up to the {count(length, 'position')}; got {chunks!r}")
-        if len(chunks) < 2:
-            raise UsageError(f"chunks= are two or more; got {chunks!r}")
-        return tuple(chunks)
+        return checked_sizes("chunks=", chunks, length)
     if length < 3:
         raise NotApplicableError(f"there are {count(length, 'position')}: give it three or more")
     rest = length - length // 2 - 1

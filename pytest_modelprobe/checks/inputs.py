@@ -265,17 +265,14 @@ def _slice_text(tensor: Tensor, axis: int, lost: Tensor) -> str:
     features = axis == tensor.dim() - 1 and tensor.dim() < 4
     noun = "channel" if _holds_channels(tensor, axis) else "feature" if features else "position"
     along = f" along axis {axis}" if noun == "position" else ""
-    return f"{noun}{'s' * (int(lost.sum()) > 1)} {_runs(lost)} of {len(lost)}{along}"
-
-
-def _runs(lost: Tensor) -> str:
     runs: list[list[int]] = []
     for i in lost.nonzero().flatten().tolist():
         if runs and runs[-1][-1] == i - 1:
             runs[-1].append(i)
         else:
             runs.append([i])
-    return listed([str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs])
+    which = listed([str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs])
+    return f"{noun}{'s' * (int(lost.sum()) > 1)} {which} of {len(lost)}{along}"
 
 
 def _replacing(prepared: PreparedModel, parts: dict[str, Tensor], time: str, size: float = 1.0) -> Vary:

@@ -43,7 +43,7 @@ from .agreement import (
     negligible,
     violation_of,
 )
-from .check import check, check_native
+from .check import Property, check, check_native
 from .outcome import NotApplicableError, Violation, line_of
 from .rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
 from .session import LayerTensor, PreparedModel, Trace, Vary, set_mode
@@ -247,7 +247,22 @@ def layout_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
 
 
+def _in_float32(compared: Property) -> Property:
+    """Compare a model that rounds to half precision converted to float32."""
+
+    @functools.wraps(compared)
+    def found(prepared: PreparedModel, **options: Any) -> Violation | str:
+        if prepared.is_rounded:
+            # Its code may cast to half precision what meets the weights.
+            with contextlib.suppress(NotApplicableError), prepared.converted() as wide:
+                return compared(wide, **options)
+        return compared(prepared, **options)
+
+    return found
+
+
 @check_native
+@_in_float32
 def compile_parity(
     prepared: PreparedModel, *, backend: str | Callable[..., Any] = "aot_eager", tolerance: float | None = None
 ) -> Violation | str:
@@ -273,11 +288,6 @@ def compile_parity(
         compiled(nn.Identity())
     except Exception as error:
         raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
-    beside = functools.partial(_beside_compiled, compiled=compiled, tolerance=tolerance)
-    return _in_float32(prepared, beside)
-
-
-def _beside_compiled(prepared: PreparedModel, compiled: Callable[..., Any], tolerance: float | None) -> Violation | str:
     one, other = prepared.reference(mode="eval", backward=True), prepared.copied()
     torch.compiler.reset()
     try:
@@ -303,6 +313,7 @@ def _beside_compiled(prepared: PreparedModel, compiled: Callable[..., Any], tole
 
 
 @check_native
+@_in_float32
 def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
     """Check that the model can be exported by `torch.export`, and that the program returns the same.
 
@@ -315,11 +326,6 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     >>> print(checks.export_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     export_parity holds for Linear: 1 output
     """
-    beside = functools.partial(_beside_exported, tolerance=tolerance)
-    return _in_float32(prepared, beside)
-
-
-def _beside_exported(prepared: PreparedModel, tolerance: float | None) -> Violation | str:
     one, other = prepared.reference(mode="eval"), prepared.copied()
     set_mode(other, "eval")
     try:
@@ -343,15 +349,6 @@ def _beside_exported(prepared: PreparedModel, tolerance: float | None) -> Violat
 
     found = _in_program(prepared, one, two, told, "when exported", tolerance)
     return found or count(len(one.final), "output")
-
-
-def _in_float32(prepared: PreparedModel, compared: Callable[[PreparedModel], Violation | str]) -> Violation | str:
-    """Return what a comparison finds of a model, converted to float32 if it rounds to half precision."""
-    if prepared.is_rounded:
-        # Its code may cast to half precision what meets the weights.
-        with contextlib.suppress(NotApplicableError), prepared.converted() as wide:
-            return compared(wide)
-    return compared(prepared)
 
 
 def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:

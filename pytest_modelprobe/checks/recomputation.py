@@ -57,18 +57,15 @@ def other_recomputation(prepared: PreparedModel) -> Violation | None:
     """
     seen = _Seen(prepared)
 
-    def step() -> None:
-        args, kwargs = prepared.copied_inputs()
-        loss = prepared.loss(prepared.model(*args, **kwargs))
-        seen.states = seeding.generator_states(prepared.probe.device)
-        loss.backward()
-
     def run() -> None:
         tracer = CallTracer(prepared.layers.modules, ModuleCall, before=seen.begin, after=seen.end)
         # Without early stops: else a layer ends by an exception as soon as all that the backward needs is there.
         quiet = warnings.catch_warnings(action="ignore")
         with torch.enable_grad(), set_checkpoint_early_stop(False), tracer, quiet:
-            step()
+            args, kwargs = prepared.copied_inputs()
+            loss = prepared.loss(prepared.model(*args, **kwargs))
+            seen.states = seeding.generator_states(prepared.probe.device)
+            loss.backward()
 
     with prepared.keep_changes():
         set_mode(prepared.model, "train")

@@ -560,12 +560,20 @@ class PreparedModel:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for parameter in parameters.values():
             parameter.grad = None  # a step of training leaves it there
+
+        def measure(_: object, arrived: tuple[Tensor | None, ...]) -> None:
+            norms = [x.norm().item() for x in arrived if x is not None and not x.is_nested and not _is_unreadable(x)]
+            trace.largest_gradient = max([trace.largest_gradient, *filter(math.isfinite, norms)])
+
+        handles = [node.register_hook(measure) for node in graph_nodes(loss.grad_fn)]
         try:
-            with _measured(trace, loss):
-                loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+            loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
         except Exception as error:  # noqa: BLE001 - the trace reports it
             trace.error, trace.in_backward = _of_model(error), True
             return
+        finally:
+            for handle in handles:
+                handle.remove()
         trace.gradients = {name: p.grad for name, p in parameters.items()}
         trace.input_gradients = {path: x.grad for path, x in inputs.items() if x.requires_grad and x.is_leaf}
         for parameter in parameters.values():
@@ -657,22 +665,6 @@ def _of_model(error: Exception) -> Exception:
     if raised_in_hook(error):
         raise NotApplicableError(f"the layers cannot be followed: {line_of(error)}") from error
     return error
-
-
-@contextmanager
-def _measured(trace: Trace, loss: Tensor) -> Iterator[None]:
-    """Record the largest gradient that arrives at a node of the graph of a loss."""
-
-    def hook(_: object, arrived: tuple[Tensor | None, ...]) -> None:
-        norms = [x.norm().item() for x in arrived if x is not None and not x.is_nested and not _is_unreadable(x)]
-        trace.largest_gradient = max([trace.largest_gradient, *filter(math.isfinite, norms)])
-
-    handles = [node.register_hook(hook) for node in graph_nodes(loss.grad_fn)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

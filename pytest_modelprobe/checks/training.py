@@ -168,7 +168,12 @@ def gradient_accumulation(prepared: PreparedModel, *, axis: int = 0, tolerance: 
         return f"{count(len(whole.gradients), 'parameter')}, a batch of {size} in {size} parts"
     check_not_random(prepared)
     check_rows_go_together(prepared, axis)
-    if _knows_rows(prepared, whole, size, axis):
+
+    def rolled(x: Tensor) -> Tensor:
+        return x.roll(1, axis) if x.dim() > axis and x.shape[axis] == size else x
+
+    before, after = (prepared.loss(output) for output in (whole.output, map_tensors(rolled, whole.output)))
+    if relative_error(before, after) > limit(before):  # the loss holds a target for each row
         raise NotApplicableError(_TARGETS)
     found = in_backward_order(found, whole)
     _, far, _ = found[0]
@@ -199,7 +204,7 @@ def _accumulated(
             x = x if model is None else as_double(x)
             return x.narrow(axis, i, 1).clone() if path in rows_of else x
 
-        # Of targets that are broadcast torch warns: `_knows_rows` tells of them.
+        # Of targets that are broadcast torch warns; the order of the rows tells of them.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             try:
                 parts.append(prepared.variation(mode="eval", backward=True, vary=part, model=model))
@@ -228,16 +233,6 @@ def _compares_rows(whole: Trace, found: Sequence[tuple[str, float, float]]) -> b
     differing, zero = {name for name, *_ in found}, negligible(whole)
     agree = any(g is not None and g.norm() > zero for name, g in whole.gradients.items() if name not in differing)
     return agree and not any(math.isclose(far, abs(times - 1), rel_tol=0.1) for _, far, times in found)
-
-
-def _knows_rows(prepared: PreparedModel, whole: Trace, size: int, axis: int) -> bool:
-    """Whether the loss changes with the order of the rows of the output: it holds a target for each."""
-
-    def rolled(x: Tensor) -> Tensor:
-        return x.roll(1, axis) if x.dim() > axis and x.shape[axis] == size else x
-
-    one, other = (prepared.loss(output) for output in (whole.output, map_tensors(rolled, whole.output)))
-    return relative_error(one, other) > limit(one)
 
 
 def _wide(_: str, x: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ def report() -> dict[str, Section]:
     What cannot be determined is described by its error: nothing is raised.
     """
     virtual = "virtual environment" if sys.prefix != sys.base_prefix else "no virtual environment"
+    of_torch = {} if _torch_problem() else {"cpu": _cpu, "cuda": _cuda, "mps": _mps}
+    devices = {**of_torch, "kernel": _kernel}
     project = _project()
     addopts = project.get("addopts", "")
     found = {
@@ -59,7 +61,7 @@ def report() -> dict[str, Section]:
             **{name: _version(name) for name in ("torch", "numpy", "pytest", "syrupy")},
             "git": _attempt(_git),
         },
-        "devices": _devices(),
+        "devices": {name: _attempt(read) for name, read in devices.items()},
         "pytest plugins": {"pytest11": _attempt(_plugins)},
         "project": project,
         "switched off": dict(_switched_off(addopts)),
@@ -137,13 +139,6 @@ def _torch_problem() -> str:
         return ""
 
     return _attempt(use).partition(";")[0]
-
-
-def _devices() -> Section:
-    names: dict[str, Callable[[], str]] = {"kernel": _kernel}
-    if not _torch_problem():
-        names = {"cpu": _cpu, "cuda": _cuda, "mps": _mps, **names}
-    return {name: _attempt(read) for name, read in names.items()}
 
 
 def _cpu() -> str:

@@ -182,10 +182,6 @@ def _other_eps(module: nn.Module) -> AbstractContextManager[object]:
     return contextlib.nullcontext() if name is None else _with_attribute(module, name, getattr(module, name) * 1000)
 
 
-def _has_modes(call: LayerCall) -> bool:
-    return "Dropout" in type(call.module).__name__ or getattr(call.module, "running_mean", None) is not None
-
-
 def _drops(call: LayerCall) -> bool:
     return "Dropout" in type(call.module).__name__ and call.module.training and 0 < getattr(call.module, "p", 0) < 1
 
@@ -271,7 +267,7 @@ OPERATORS: dict[str, Operator] = {
             plant=_other_eps,
         ),
         Operator(
-            name="other_mode", noticed_by="checks.eval_stable", fits=_has_modes,
+            name="other_mode", noticed_by="checks.eval_stable", fits=lambda call: _has_mode(call.module),
             plant=lambda module: _with_attribute(module, "training", not module.training),
         ),
         Operator(name="no_dropout", noticed_by=_SNAPSHOT, fits=_drops, plant=_other_rate(lambda p: 0.0)),
@@ -447,9 +443,8 @@ def _has_labels(call: ProgramCall) -> bool:
 _OTHER_REDUCTION = {"mean": "sum", "sum": "mean", "batchmean": "sum"}
 
 
-def _contains_modes(call: ProgramCall) -> bool:
-    model: nn.Module = call.args[0]
-    return any("Dropout" in type(m).__name__ or getattr(m, "running_mean", None) is not None for m in model.modules())
+def _has_mode(module: nn.Module) -> bool:
+    return "Dropout" in type(module).__name__ or getattr(module, "running_mean", None) is not None
 
 
 _STEP = "modelprobe_snapshot of a step"
@@ -502,7 +497,8 @@ TRAINING: dict[str, TrainingFault] = {
             run=lambda call: call.run_with("reduction", _OTHER_REDUCTION[call.argument("reduction")]),
         ),
         TrainingFault(
-            name="swap_mode", noticed_by="assert_training_loop", at="mode", fits=_contains_modes,
+            name="swap_mode", noticed_by="assert_training_loop", at="mode",
+            fits=lambda call: any(map(_has_mode, call.args[0].modules())),
             run=lambda call: call.run_with("mode", not call.argument("mode")),
         ),
     )

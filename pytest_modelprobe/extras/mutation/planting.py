@@ -25,14 +25,14 @@ from torch.nn.modules import module as hooks_of_all
 from torch.utils.hooks import unserializable_hook
 
 from pytest_modelprobe._pytest import fixtures_of, run_again, tear_down_before
-from pytest_modelprobe._torch import remove_global_hook, tracing_state, without_dispatch_modes, without_torch_function
+from pytest_modelprobe._torch import remove_global_hook, tracing_state, without_torch_function
 from pytest_modelprobe.interrupts import interruptible
-from pytest_modelprobe.models import derive, flatten, has_dense_storage, preserved, seeded
+from pytest_modelprobe.models import derive, flatten, preserved, seeded
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import listed
 
 from .operators import FAULTS, OPERATORS, LayerCall, Operator
-from .program import Program, bytes_of
+from .program import Program, digest
 from .results import Mutant, Place, Planned, Planted, Seen, Verdict
 
 
@@ -202,9 +202,7 @@ class Observer:
         place = self._place(root)
         for path, tensor in flatten("output", output).tensors:
             seen.outputs.update(f"{path} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode())
-            with contextlib.suppress(Exception), without_dispatch_modes():
-                if has_dense_storage(tensor):
-                    seen.outputs.update(bytes_of(tensor))
+            digest(seen, tensor)
             if tensor.grad_fn is not None and place is not None:
                 tensor.register_hook(unserializable_hook(functools.partial(_note_gradient, seen, place.model)))
 
@@ -212,9 +210,7 @@ class Observer:
 def _note_gradient(seen: Seen, model: str, gradient: Tensor) -> None:
     # Another loss changes no output. Where no optimizer steps, it is seen here alone.
     seen.backward.add(model)
-    with contextlib.suppress(Exception), without_torch_function(), without_dispatch_modes():
-        if has_dense_storage(gradient):
-            seen.outputs.update(bytes_of(gradient))
+    digest(seen, gradient)
 
 
 def without_warning_of_hooks() -> None:

@@ -21,6 +21,7 @@ from torch.nn import functional, init
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pytest_modelprobe._torch import without_dispatch_modes, without_torch_function
 from pytest_modelprobe.models import as_array, has_dense_storage
 
 from .operators import TRAINING, ProgramCall, TrainingFault
@@ -166,7 +167,7 @@ class Program:
                 seen.steps += 1
             for tensor in self._given.get(optimizer, ()):
                 # Before the step its gradients, and after it the parameters.
-                _digest(seen, tensor if is_over else tensor.grad)
+                digest(seen, tensor if is_over else tensor.grad)
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -214,19 +215,15 @@ def _note(seen: Seen, place: Place, faults: Iterable[TrainingFault], call: Progr
                     fitting.add(fault.name)
 
 
-def _digest(seen: Seen, tensor: Tensor | None) -> None:
+def digest(seen: Seen, tensor: Tensor | None) -> None:
+    """Note the elements of a tensor, or that there is none. One that cannot be read is no error of the test."""
     if tensor is None:
         seen.outputs.update(b"none")
         return
-    with contextlib.suppress(Exception):  # A tensor that cannot be read is no error of the test.
+    with contextlib.suppress(Exception), without_torch_function(), without_dispatch_modes():
         if has_dense_storage(tensor):
-            seen.outputs.update(bytes_of(tensor))
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor, in order of its elements."""
-    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return as_array(plain.contiguous().view(-1).view(torch.uint8).cpu()).tobytes()
+            plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            seen.outputs.update(as_array(plain.contiguous().view(-1).view(torch.uint8).cpu()).tobytes())
 
 
 # --- exchanging -------------------------------------------------------------------------------------------------------

@@ -262,7 +262,13 @@ def lines(
     if survivors:
         yield from _survivors(results, survivors, most)
     if faults:
-        yield from _by_file(results, most)
+        rows: list[list[Cell]] = []
+        for file in sorted({mutant.file for mutant in results.counted()}):
+            tried = results.counted(file).values()
+            seen = sum(verdict.is_noticed for verdict in tried)
+            rows.append([file, len(tried), seen, f"{100 * seen / len(tried):.0f} %"])
+        yield ""
+        yield from table(["file", "faults", "noticed", "score"], rows, most or len(rows))
     yield from _left_out(results, goes_on)
 
 
@@ -294,16 +300,6 @@ def _survivors(results: Results, survivors: list[tuple[Place, str]], most: int |
         ],
         len(left),
     )
-
-
-def _by_file(results: Results, most: int | None) -> Iterator[str]:
-    rows: list[list[Cell]] = []
-    for file in sorted({mutant.file for mutant in results.counted()}):
-        tried = results.counted(file).values()
-        noticed = sum(verdict.is_noticed for verdict in tried)
-        rows.append([file, len(tried), noticed, f"{100 * noticed / len(tried):.0f} %"])
-    yield ""
-    yield from table(["file", "faults", "noticed", "score"], rows, most or len(rows))
 
 
 def _left_out(results: Results, goes_on: bool) -> Iterator[str]:
@@ -390,15 +386,11 @@ def keys_of(plan: Iterable[Planned], tests: Iterable[BaselineTest], modules: Ite
     files = {*modules, *(source for test in tests for source in test.sources)}
     files.update(str(file) for folder in (_PACKAGE, *folders) for file in folder.rglob("*") if file.is_file())
     for file in sorted(file for file in files if "__pycache__" not in file):
-        shared.update(file.encode(errors="surrogatepass") + _content(file))
+        shared.update(file.encode(errors="surrogatepass"))
+        with contextlib.suppress(OSError):
+            shared.update(Path(file).read_bytes())
     digest = shared.hexdigest()
     return {_digest(f"{digest}|{one.mutant.key}|{sorted(one.tests)}").hex()[:32]: one for one in plan}
-
-
-def _content(file: str) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(file).read_bytes()
-    return b""
 
 
 def modules_of(root: Path) -> list[str]:

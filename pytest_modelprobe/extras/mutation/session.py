@@ -264,19 +264,16 @@ class Workers:
         if process.given is None:
             return None
         if not process.has_run:
-            raise NoWorker(f"a process that plants faults ended: {_last_line(process)}")
+            lines = process.log.read_text("utf-8", "replace").split("\n") if process.log.exists() else []
+            said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+            code = process.process.exitcode
+            raise NoWorker(f"a process that plants faults ended: exit code {code}, {said}")
         if process.test and process.has_fault:
             return Verdict(outcome, process.test)
         if process.test:
             self.left_out[process.test] = why
         self._waiting.appendleft(process.given)
         return None
-
-
-def _last_line(process: _Process) -> str:
-    lines = process.log.read_text("utf-8", "replace").split("\n") if process.log.exists() else []
-    said = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-    return f"exit code {process.process.exitcode}, {said.strip()}"
 
 
 _FOUND = "modelprobe_mutation"

@@ -107,10 +107,11 @@ def overlay(title: str, images: Array, cam: Array) -> Figure:
     figure = _figure(max(1.7 * shown + 0.3, 4.2), 2 * 1.7 * ratio + 0.9)
     axes = figure.subplots(2, shown, squeeze=False)
     for i in range(shown):
-        gray = _gray(images[i])
+        picture = _picture(images[i])
+        gray = picture.mean(axis=-1) if picture.ndim == 3 else picture
         most = float(cam[i].max())
         relative = cam[i] / most if most > 0 else numpy.zeros_like(cam[i])
-        axes[0, i].imshow(_picture(images[i]), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+        axes[0, i].imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         axes[1, i].imshow(gray, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         axes[1, i].imshow(relative, cmap="inferno", vmin=0, vmax=1, alpha=0.25 + 0.55 * relative)
         axes[0, i].set_title(f"image {i}", fontsize=8, color=_GRAY, pad=3)
@@ -128,11 +129,6 @@ def _picture(image: Array) -> Array:
     low, high = float(image.min()), float(image.max())
     scaled = (image - low) / (high - low) if high > low else numpy.zeros_like(image)
     return numpy.moveaxis(scaled, 0, -1) if len(image) == 3 else scaled.mean(axis=0)
-
-
-def _gray(image: Array) -> Array:
-    picture = _picture(image)
-    return picture.mean(axis=-1) if picture.ndim == 3 else picture
 
 
 # --- gradients and distributions --------------------------------------------------------------------------------------

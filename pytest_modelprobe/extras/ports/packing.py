@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pytest_modelprobe.checks.agreement import changed, check_not_random
 from pytest_modelprobe.checks.check import arguments_of, check
-from pytest_modelprobe.checks.incremental import Layout, Pieces
+from pytest_modelprobe.checks.incremental import Layout, Pieces, checked_sizes
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation, line_of
 from pytest_modelprobe.checks.positions import CACHES, KEYS_AND_VALUES
 from pytest_modelprobe.checks.rounding import is_rounded, limit, relative_error
@@ -125,11 +125,7 @@ def packed_documents(
 def _sizes(length: int, lengths: Sequence[int] | None) -> tuple[int, ...]:
     """Return the lengths of the documents."""
     if lengths is not None:
-        if not all(isinstance(n, int) and n > 0 for n in lengths) or sum(lengths) != length:
-            raise UsageError(f"lengths= add up to the {count(length, 'position')}; got {lengths!r}")
-        if len(lengths) < 2:
-            raise UsageError(f"lengths= are those of two documents or more; got {lengths!r}")
-        return tuple(lengths)
+        return checked_sizes("lengths=", lengths, length)
     if length < _FEWEST:
         raise NotApplicableError(f"there are {count(length, 'position')}: give it {_FEWEST} or more")
     return length // 4, length - length // 4 - length // 3, length // 3

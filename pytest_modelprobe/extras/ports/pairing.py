@@ -21,7 +21,6 @@ from pytest_modelprobe.record import (
     Layer,
     Parameter,
     Record,
-    Statistics,
     Step,
     Value,
     infer_rename,
@@ -237,7 +236,9 @@ def _other_weights(a: Layer, e: Layer) -> str:
         x, y = mine.reading.statistics, theirs.reading.statistics
         if x is None or y is None:
             continue
-        if any(abs(p - q) > 1e-4 * max(y.norm / math.sqrt(y.count or 1), 1e-12) for p, q in _moments(x, y)):
+        least = 1e-4 * max(y.norm / math.sqrt(y.count or 1), 1e-12)
+        moments = ("mean", "std", "min", "max")
+        if any(abs((getattr(x, name) or 0.0) - (getattr(y, name) or 0.0)) > least for name in moments):
             return f"{mine.name} has other values than {theirs.name}"
     return ""
 
@@ -265,11 +266,6 @@ def _parameter_pairs(a: Layer, e: Layer) -> Iterator[tuple[Parameter, Parameter]
         alike = [named[mine.name]] if mine.name in named else [p for p in others if math.prod(p.shape) == size]
         if len(alike) == 1 and math.prod(alike[0].shape) == size:
             yield mine, alike[0]
-
-
-def _moments(x: Statistics, y: Statistics) -> Iterator[tuple[float, float]]:
-    for name in ("mean", "std", "min", "max"):
-        yield getattr(x, name) or 0.0, getattr(y, name) or 0.0
 
 
 def _other_ties(pairing: Pairing) -> Iterator[str]:

@@ -289,7 +289,10 @@ class _Pair:
         self._model, self._reference, self._seed = model, reference, seed
         self._found, self._theirs = Layers(model), Layers(reference)
         self._inputs = inputs
-        self._mine, self._old = _paired(self._found, self._theirs, rename)
+        new = resolve_rename(_names_of(self._found), _names_of(self._theirs), rename) if rename else {}
+        self._mine = dict(self._found.modules)
+        # A layer of the reference that the model does not have keeps its name.
+        self._old = {new.get(name, name): module for name, module in self._theirs.modules.items()}
         self._names = [name for name in select(self._mine | self._old, layers) if name != ROOT]
         self._calls: dict[str, list[_Call]] = defaultdict(list)
         self._times: Counter[str] = Counter()
@@ -388,7 +391,8 @@ class _Pair:
 
     def _see(self, name: str, given: _Given, output: Any) -> None:
         """Keep what is needed of a call in the run of the model."""
-        self._calls[name].append(_Call(_dtypes(given), given.autocast, outputs_of(output)))
+        dtypes = {path: tensor.dtype for path, tensor in flatten_call(given.args, given.kwargs).tensors}
+        self._calls[name].append(_Call(dtypes, given.autocast, outputs_of(output)))
 
     def _compare(self, name: str, given: _Given, output: Any) -> None:
         """Add up the errors of a call in the run of the reference."""
@@ -447,18 +451,6 @@ class _Pair:
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
-
-
-def _paired(
-    found: Layers, theirs: Layers, rename: Mapping[str, str] | None
-) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Return the layers of the model and those of the reference, both by the name in the model.
-
-    A layer of the reference that the model does not have keeps its name.
-    """
-    mine, old = found.modules, theirs.modules
-    new = resolve_rename(_names_of(found), _names_of(theirs), rename) if rename else {}
-    return dict(mine), {new.get(name, name): module for name, module in old.items()}
 
 
 def _names_of(found: Layers) -> Record:
@@ -554,10 +546,6 @@ class _Call(NamedTuple):
     """Of its inputs, by path."""
     autocast: tuple[Autocast, ...]
     outputs: Outputs
-
-
-def _dtypes(given: _Given) -> dict[str, torch.dtype]:
-    return {path: tensor.dtype for path, tensor in flatten_call(given.args, given.kwargs).tensors}
 
 
 def _cast(given: _Given, dtypes: Mapping[str, torch.dtype]) -> tuple[tuple[Any, ...], dict[str, Any]]:

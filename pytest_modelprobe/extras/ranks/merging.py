@@ -306,7 +306,8 @@ class _Merging:
     def __init__(self, records: Sequence[Record], *, mean_loss: bool) -> None:
         self._mean_loss = mean_loss
         self._batches = _batches(records)
-        self.same_inputs = len(records) > 1 and _have_same_inputs(records)
+        inputs = [[value.forward for value in _inputs(record)] for record in records]
+        self.same_inputs = len(records) > 1 and bool(inputs[0]) and all(one == inputs[0] for one in inputs)
         self.is_step = records[0].step is not None
         """Whether the forwards are those of one step. They are microbatches then, which make up one batch."""
         self._same_start = f"{SAME_START}; in the steps before, at {_REDUCED}" if records[0].step else SAME_START
@@ -443,11 +444,6 @@ def _batches(records: Sequence[Record]) -> list[frozenset[Dimension]]:
 def _sizes(shape: tuple[Dimension, ...]) -> frozenset[Dimension]:
     whole = [size for size in shape if isinstance(size, int)]
     return batch_sizes(whole[0], whole[1:]) if whole and len(whole) == len(shape) else frozenset(shape[:1])
-
-
-def _have_same_inputs(records: Sequence[Record]) -> bool:
-    of_each = [[value.forward for value in _inputs(record)] for record in records]
-    return bool(of_each[0]) and all(inputs == of_each[0] for inputs in of_each)
 
 
 def _inputs(record: Record) -> Sequence[Value]:

@@ -22,17 +22,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test with ``world_size=`` in that many processes."""
     marked = marker_arguments(item)
+    only_set_up = item.config.getoption("setuponly", False) or item.config.getoption("setupplan", False)
     is_rank = item.config.pluginmanager.has_plugin("modelprobe-rank")
-    if "world_size" not in marked or is_rank or marker_error(item) or _is_only_set_up(item.config):
+    if "world_size" not in marked or is_rank or marker_error(item) or only_set_up:
         return None
     from .processes import run_in_ranks
 
     run_in_ranks(item, nextitem, world_size=marked["world_size"], timeout=marked.get("timeout", 60))
     return True
-
-
-def _is_only_set_up(config: pytest.Config) -> bool:
-    return bool(config.getoption("setuponly", False) or config.getoption("setupplan", False))
 
 
 def error_of_marker(arguments: Mapping[str, Any]) -> str | None:

@@ -141,7 +141,8 @@ def starts(model: nn.Module) -> list[Guess]:
     if any(map(nn.parameter.is_lazy, nn.Module.parameters(model))):
         return []
     names = required(model.forward)
-    found = [tuple(inputs) for inputs in _of_transformers(model)] if hasattr(model, "config") else []
+    by_main = hasattr(model, "config") and hasattr(model, "main_input_name")
+    found = [tuple(_of_one_batch(inputs)) for inputs in _by_main_input(model)] if by_main else []
     shipped = getattr(model, "pretrained_cfg", None)
     size = shipped.get("input_size") if isinstance(shipped, dict) else None
     if size:
@@ -234,7 +235,7 @@ def sizes_named(model: nn.Module) -> list[int]:
     holders += [config for config in (getattr(one, "config", None) for one in holders) if config is not None]
     found: dict[int, None] = {}
     for holder in holders:
-        for name, value in _entries(holder):
+        for name, value in (holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})).items():
             if _SIZE.search(name):
                 sizes = value if isinstance(value, tuple | list) else [value]
                 found |= dict.fromkeys(n for n in sizes if type(n) is int and 2 <= n <= 4096)
@@ -242,10 +243,6 @@ def sizes_named(model: nn.Module) -> list[int]:
 
 
 _SIZE = re.compile(r"image|img|sample_size|input_(?:size|shape|resolution)|seq|context|block_size|n_ctx|length|_len\b")
-
-
-def _entries(holder: Any) -> Iterable[tuple[str, Any]]:
-    return holder.items() if isinstance(holder, dict) else getattr(holder, "__dict__", {}).items()
 
 
 def demand(layer: nn.Module) -> tuple[str, int, int] | None:
@@ -288,12 +285,6 @@ def of_layer(layer: nn.Module) -> Iterator[Input]:
         flat, sequence = Input((BATCH, n)), Input((BATCH, LENGTH, n))
         is_sequential = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
         yield from (sequence, flat) if is_sequential else (flat, sequence)
-
-
-def _of_transformers(model: Any) -> list[list[Input]]:
-    if not hasattr(model, "main_input_name"):
-        return []
-    return [_of_one_batch(inputs) for inputs in _by_main_input(model)]
 
 
 def _of_one_batch(inputs: list[Input]) -> list[Input]:
@@ -441,7 +432,10 @@ class Search:
             first = next((g for g in trial.calls if g.sources == source and demand(g.layer)), None)
             if first is not None:
                 yield from ((1, _with(guess, {at: fitted})) for fitted in _fitted(one, first))
-        for name in _missing(message, names, guess):
+        given = {one.name for one in guess}
+        for name in names:  # of which the message speaks
+            if name in given or len(name) <= 2 or not re.search(rf"\b{name}\b", message):
+                continue
             more = of_argument(self._model, name)
             if more is not NO_TENSOR and all(other.name is not None for other in guess):
                 yield 1, (*guess, dataclasses.replace(more or Input((BATCH, LENGTH, 8)), name=name))
@@ -456,7 +450,9 @@ class Search:
         for rank in ranks:
             yield from _changed(guess, affected, lambda one, rank=rank: _of_rank(one, rank), 1)  # type: ignore[misc]
         if re.search(r"dtype|Long|Int\b|Float|scalar type|indices", message):
-            yield from _changed(guess, affected, _of_other_kind, 1)
+            yield from _changed(
+                guess, affected, lambda one: [dataclasses.replace(one, below=10 if one.below is None else None)], 1
+            )
         if ranks and not any(len(guess[at].shape) in ranks for at in affected):
             return
         for n in (*named, *known, *numbers, *_SIZES):
@@ -486,11 +482,10 @@ def may_run(model: nn.Module) -> bool:
 
 
 def _tensors(guess: Guess) -> dict[str | int, Tensor]:
-    return {key(one, at): _meta(one) for at, one in enumerate(guess)}
-
-
-def _meta(one: Input) -> Tensor:
-    return torch.empty(one.shape, dtype=torch.float32 if one.below is None else torch.int64, device="meta")
+    return {
+        key(one, at): torch.empty(one.shape, dtype=torch.float32 if one.below is None else torch.int64, device="meta")
+        for at, one in enumerate(guess)
+    }
 
 
 def _with(guess: Guess, changed: dict[int, Input]) -> Guess:
@@ -616,10 +611,6 @@ def _of_rank(one: Input, rank: int) -> Iterator[Input]:
         yield _shaped(one, one.shape[0], 3, 8, 64, 64)
 
 
-def _of_other_kind(one: Input) -> Iterator[Input]:
-    yield dataclasses.replace(one, below=10 if one.below is None else None)
-
-
 def _ranks(message: str) -> list[int]:
     """Return the numbers of dimensions that a message asks for.
 
@@ -654,9 +645,3 @@ def _broadcast(message: str) -> list[tuple[int, int]]:
             return []
         a, b = int(found[3].split(", ")[int(found[2])]), int(found[1])
     return [(a, b), (b, a)]
-
-
-def _missing(message: str, names: list[str], guess: Guess) -> list[str]:
-    """Return the arguments of which a message speaks and which are not given."""
-    given = {one.name for one in guess}
-    return [name for name in names if name not in given and len(name) > 2 and re.search(rf"\b{name}\b", message)]

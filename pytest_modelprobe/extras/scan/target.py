@@ -100,7 +100,9 @@ def _shrunk(config: Any, ways: frozenset[str], tokens: dict[int, int]) -> Any:
     changed: dict[str, Any] = {"pad_token_id": 0} if values.get("pad_token_id", 0) is None else {}
     for name, value in values.items():
         if isinstance(value, list | tuple) and len(value) == depth and "depth" in ways:  # one for each layer
-            value = type(value)(_some_of_each(list(value)))
+            distinct = list(dict.fromkeys(map(str, value)))  # as many as are left, each kind once if that is possible
+            chosen = [next(kind for kind in value if str(kind) == one) for one in distinct[-LAYERS:]]
+            value = type(value)((chosen * LAYERS)[:LAYERS])
             changed[name] = value
         if hasattr(value, "to_diff_dict"):
             changed[name] = _shrunk(value, ways, tokens)
@@ -163,13 +165,6 @@ def _of_list(name: str, values: list[int] | tuple[int, ...], ways: frozenset[str
     if "widths" in ways and _WIDTH.fullmatch(name) and not _NO_WIDTH.fullmatch(name):
         return [n // DIVISOR for n in values] if all(n % (DIVISOR * 4) == 0 for n in values) else list(values)
     return list(values)
-
-
-def _some_of_each(kinds: list[Any]) -> list[Any]:
-    """Return the kinds of as many layers as are left, each kind at least once if that is possible."""
-    distinct = list(dict.fromkeys(map(str, kinds)))
-    chosen = [next(kind for kind in kinds if str(kind) == one) for one in distinct[-LAYERS:]]
-    return (chosen * LAYERS)[:LAYERS]
 
 
 def _token(value: Any, tokens: dict[int, int]) -> Any:

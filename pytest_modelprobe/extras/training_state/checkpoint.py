@@ -253,7 +253,12 @@ class _Loading:
             # The other run has other values and other memory: what loading leaves as it is, is either.
             with new_memory(filled=other_values), _Constants() if other_constants else nullcontext():
                 model, found = self._loaded(changed=other_values)
-            _read(model, found)
+            found.temporary |= temporary_names(model)
+            for name, t in (*model.named_parameters(), *model.named_buffers()):
+                if t.is_meta:
+                    found.meta[name] = t.numel()
+                elif name not in found.fixed and (copy := copy_on_cpu(t)) is not None:
+                    found.after[name] = copy
             return found
         finally:
             if self.state is not None:
@@ -271,29 +276,20 @@ class _Loading:
                 returned = self.load(model)
             model = returned if isinstance(returned, nn.Module) else model
             info = info or returned
-        return model, _Loaded(type(model).__name__, before, fixed, _unused(info))
+        keys = info.get("unexpected_keys") if isinstance(info, Mapping) else getattr(info, "unexpected_keys", None)
+        unused = sorted(map(str, keys)) if isinstance(keys, list | tuple | set) else []
+        return model, _Loaded(type(model).__name__, before, fixed, unused)
 
     def _made(self, make: Callable[[], Any]) -> tuple[nn.Module, Any]:
         __tracebackhide__ = True
         with noted("in the function that makes the model", "wholly_loaded"):
-            model, info = _model_of(make())
+            made = make()
+            made, info = made if isinstance(made, tuple) and len(made) == 2 else (made, None)  # with its loading info
+            model = made_model(made, "the function")
         if any(model is other() for other in self.made):
             raise UsageError("the function returns the same model again: it has to make or load another one")
         self.made.append(weakref.ref(model))
         return model, info
-
-
-def _model_of(made: Any) -> tuple[nn.Module, Any]:
-    """Return a model and what was said of its loading, of ``from_pretrained(..., output_loading_info=True)`` too."""
-    __tracebackhide__ = True
-    model, info = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    return made_model(model, "the function"), info
-
-
-def _unused(info: Any) -> list[str]:
-    """Return the keys that were not expected, of what `load_state_dict` or `from_pretrained` says."""
-    keys = info.get("unexpected_keys") if isinstance(info, Mapping) else getattr(info, "unexpected_keys", None)
-    return sorted(map(str, keys)) if isinstance(keys, list | tuple | set) else []
 
 
 def _values(model: nn.Module, *, changed: bool) -> tuple[dict[str, Tensor], set[str]]:
@@ -342,18 +338,6 @@ def _other(x: Tensor) -> Tensor:
     wide = as_double(x)
     valid = (wide >= 0) & (wide < torch.finfo(x.dtype).max / 4)
     return torch.where(valid, 2 * wide + 1, 1.0).to(x)
-
-
-def _read(model: nn.Module, found: _Loaded) -> None:
-    """Note what the parameters and buffers of a loaded model hold."""
-    found.temporary |= temporary_names(model)
-    for name, t in (*model.named_parameters(), *model.named_buffers()):
-        if t.is_meta:
-            found.meta[name] = t.numel()
-        elif name not in found.fixed and (copy := copy_on_cpu(t)) is not None:
-            found.after[name] = copy
-        else:
-            found.unread.append(name)
 
 
 class _Constants(DispatchMode):

@@ -144,7 +144,8 @@ class _Making:
         model.to_empty(device=self.probe.device)
         with new_memory(filled=filled):
             for _, t in all_named(model):
-                _fill(t, marked=filled)
+                if has_dense_storage(t):
+                    unexpanded(t.detach()).fill_(_filling(t.dtype, marked=filled))
             how = self._initialize(model)
         return _read(model, how)
 
@@ -188,14 +189,6 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             # What is computed from a parameter, as by a weight norm, is computed again in the forward.
             if isinstance(value, Tensor) and value.grad_fn is None and not meant(module, name, value):
                 yield qualified(layer or ROOT, name), value
-
-
-@torch.no_grad()
-def _fill(t: Tensor, *, marked: bool) -> None:
-    """Fill memory that nobody wrote to with what is recognized later."""
-    if not has_dense_storage(t):
-        return
-    unexpanded(t).fill_(_filling(t.dtype, marked=marked))
 
 
 def _filling(dtype: torch.dtype, *, marked: bool) -> float:
@@ -362,7 +355,7 @@ def _is_nan(x: Tensor) -> Tensor:
 
 
 def _is_marked(x: Tensor, *, marked: bool) -> Tensor:
-    """Return which elements are what `_fill` fills memory with."""
+    """Return which elements are what is in memory that nobody wrote to."""
     return x == torch.tensor(_filling(x.dtype, marked=marked), dtype=x.dtype)
 
 

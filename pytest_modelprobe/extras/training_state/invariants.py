@@ -30,7 +30,7 @@ from pytest_modelprobe.record import (
     qualified,
 )
 from pytest_modelprobe.runs import Watch
-from pytest_modelprobe.text import Cell, count, failed, number, printable
+from pytest_modelprobe.text import Cell, count, failed, number
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -501,7 +501,7 @@ def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expecte
     """
     if not isinstance(expected, Invariants):
         raise UsageError(
-            f"assert_invariants takes the invariants of a healthy run second; got {_a(expected)}: "
+            f"assert_invariants takes the invariants of a healthy run second; got {type(expected).__name__}: "
             "watch.invariants of it, or Invariants.load(path)"
         )
     steps, training = _steps_of(subject)
@@ -561,7 +561,9 @@ def _steps_of(subject: ProbeLike | WatchLike | Sequence[Record]) -> tuple[Sequen
         )
     other = next((one for one in steps if not isinstance(one, Record)), None)
     if other is not None:
-        raise UsageError(f"assert_invariants takes a watch or records of steps first; among them is {_a(other)}")
+        raise UsageError(
+            f"assert_invariants takes a watch or records of steps first; among them is {type(other).__name__}"
+        )
     return list(steps), training
 
 
@@ -582,7 +584,9 @@ def _of_groups(one: _Step, expected: Invariants) -> Iterator[_Broken]:
         if one.number <= expected.last or "initial_lr" not in group.options:
             for name, value in healthy.options.items():
                 if name in group.options and not _equal(group.options[name], value):
-                    now, then = (f"has {name} {_shown(v)}" for v in (group.options[name], value))
+                    now, then = (
+                        f"has {name} {number(v) if isinstance(v, float) else v}" for v in (group.options[name], value)
+                    )
                     yield _Broken("hyperparameter", where, now, then)
 
 
@@ -626,17 +630,8 @@ def _equal(a: Plain, b: Plain) -> bool:
     return abs(a - b) <= 1e-6 * max(abs(a), abs(b)) if numbers else a == b  # type: ignore[operator,arg-type]
 
 
-def _shown(value: Plain) -> str:
-    return number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
-
-
 def _mode(training: object) -> str:
     return f"{'training' if training else 'evaluation'} mode"
-
-
-def _a(value: object) -> str:
-    name = printable(type(value).__name__)
-    return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
 
 
 def _when(steps: Sequence[int], of: int) -> str:

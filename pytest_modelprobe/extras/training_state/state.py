@@ -142,7 +142,9 @@ class TrainingState:
         self._seen.add(id(value))
         # The whole may have a state_dict of its own.
         is_holder = not name and not isinstance(value, nn.Module | torch.optim.Optimizer) and hasattr(value, "__dict__")
-        if isinstance(value, PLAIN) or (not is_holder and _is_part(value)):
+        is_part = isinstance(value, Tensor | DataLoader) or _generator_state(value) is not None
+        is_part |= all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+        if isinstance(value, PLAIN) or (not is_holder and is_part):
             name = name or next((text for kind, text in _NAMES if isinstance(value, kind)), type(value).__name__)
             self.parts[name if name not in self.parts else f"{name} {len(self.parts)}"] = value
         elif isinstance(value, Mapping):
@@ -192,10 +194,6 @@ def shown(value: Any) -> str:
 
 
 # --- leaves -----------------------------------------------------------------------------------------------------------
-
-
-def _is_part(value: Any) -> bool:
-    return _is_stateful(value) or isinstance(value, Tensor | DataLoader) or _generator_state(value) is not None
 
 
 def _leaves(part: str, value: Any, names: Mapping[int, str]) -> Iterator[Leaf]:
@@ -290,10 +288,6 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _size(leaf: Leaf) -> int:
     return leaf.value.numel() if isinstance(leaf.value, Tensor) else 1
-
-
-def _is_stateful(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _groups(value: Any) -> list[Mapping[str, Any]]:

@@ -298,7 +298,7 @@ def test_bad_input_is_refused(healthy: Invariants) -> None:
         assert_invariants(watch.record, healthy)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="is not of one step of training"):
         assert_invariants([watch.record], healthy)
-    with pytest.raises(UsageError, match="takes the invariants of a healthy run second; got a Watch"):
+    with pytest.raises(UsageError, match="takes the invariants of a healthy run second; got Watch"):
         assert_invariants(watch, watch)  # type: ignore[arg-type]
     with pytest.raises(NothingObservedError, match="there is no step to judge"):
         assert_invariants([], healthy)
