@@ -127,12 +127,6 @@ def test_a_branch_named_like_the_hash_of_a_commit_is_ambiguous(git: Git, tmp_pat
         Repository(tmp_path / "here").commit(first[:12])
 
 
-def test_a_commit_is_read_as_it_is_and_not_as_one_that_replaces_it(git: Git, tmp_path: Path) -> None:
-    first = commit(git, tmp_path, a="1")
-    git("replace", first, commit(git, tmp_path, b="1"))
-    assert list(Repository(tmp_path / "here").files(first)) == ["a"]
-
-
 def test_a_folder_made_like_a_repository_runs_no_command(git: Git, tmp_path: Path) -> None:
     commit(git, tmp_path, a="1")
     inner = tmp_path / "here" / "inner"
