@@ -427,16 +427,6 @@ def test_the_workflows_are_short_and_have_no_rights(workflow: Path) -> None:
     assert "secrets" not in text
 
 
-def test_a_merge_queue_is_checked_against_what_it_builds_on(
-    git: Git, branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write(net(3))
-    commit(git)
-    base = git("rev-parse", "main")
-    in_actions(monkeypatch, tmp_path, "merge_group", {"merge_group": {"base_sha": base}})
-    assert modelprobe("check")[0] == 1
-
-
 def clone(git: Git, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """Clone the merge of a pull request as `actions/checkout` does, and go there."""
     head = git("rev-parse", "branch")
@@ -567,16 +557,6 @@ def test_layers_are_chosen_by_globs(branch: str, modelprobe: Run) -> None:
     assert list(data["layers"]) == ["fc"]
 
 
-def test_snapshots_are_shown_one_after_the_other(
-    modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: HeldRecords
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for i in range(5):
-        write(net(), f"{PATH}{i}")
-    assert modelprobe("show", "tests")[1].count("(root)") >= 5
-    assert (held.read, held.most) == (5, 2)
-
-
 def test_json_is_one_snapshot_or_a_list_of_several(
     modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -671,20 +651,6 @@ def test_numbers_of_two_branches_never_mix(git: Git, modelprobe: Run) -> None:
 
 
 # --- what cannot be completed -------------------------------------------------------------------------------------
-
-
-def test_outside_of_git_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modelprobe: Run) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert modelprobe("check", "--base", "main") == (
-        2, "", f"modelprobe: {tmp_path.resolve()} is not in a git working tree\n",
-    )  # fmt: skip
-
-
-def test_a_base_that_is_not_here_names_the_fetch(branch: str, modelprobe: Run) -> None:
-    assert modelprobe("check", "--base", "origin/main") == (
-        2, "", "modelprobe: there is no revision 'origin/main' here: git fetch origin main\n",
-    )  # fmt: skip
 
 
 def test_a_path_outside_is_refused(branch: str, modelprobe: Run, tmp_path: Path) -> None:

@@ -272,15 +272,6 @@ def test_a_pull_request_starts_from_the_first_parent_of_its_merge(
     assert base_of_event(Repository(tmp_path / "here"), told) == base
 
 
-def test_a_clone_of_depth_1_does_not(git: Git, tmp_path: Path, merged: tuple[str, str]) -> None:
-    repository = clone(git, tmp_path, depth=1, branch="merge")
-    with pytest.raises(GitError) as error:
-        base_of_event(repository, environment(tmp_path, "pull_request", pull_request(*merged)))
-    assert str(error.value) == (
-        "what the pull request is merged into is not in this clone: fetch-depth: 2 in the workflow's checkout"
-    )
-
-
 def test_a_pull_request_whose_head_is_checked_out_starts_from_the_event_s_base(
     git: Git, tmp_path: Path, merged: tuple[str, str]
 ) -> None:

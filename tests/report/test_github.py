@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from pytest_modelprobe.files import encode
 from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Record
@@ -60,31 +58,10 @@ def test_of_more_than_nine_the_rest_is_counted() -> None:
     assert lines[-1] == "::error title=modelprobe::+3 more: see the summary of this job"
 
 
-@pytest.mark.parametrize(
-    ("text", "message", "title"),
-    [
-        ("50 %", "50 %25", "50 %25"),
-        ("a\r\nb", "a\\r%0Ab", "a\\r\\nb"),
-        ("a\u202eb\x1b[m", "a\\u202eb\\x1b[m", "a\\u202eb\\x1b[m"),
-        ("a:b,c", "a:b,c", "a%3Ab%2Cc"),
-    ],
-)
-def test_signs_of_commands_are_escaped(text: str, message: str, title: str) -> None:
-    assert github.command("error", text, title=text) == f"::error title={title}::{message}"
-
-
 def test_a_layer_with_signs_of_json_in_its_name_has_its_line() -> None:
     name = 'größe"\\'
     text = encode(Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("x", name)})).architecture
     assert github.line_number_of(text, name) == github.line_number_of(text, "x") + 1
-
-
-def test_what_is_printed_besides_is_taken_for_no_command() -> None:
-    first, *said, last = github.without_commands("::error::from a name\nmore").split("\n")
-    token = first.removeprefix("::stop-commands::")
-    assert len(token) == 32
-    assert said == ["::error::from a name", "more"]
-    assert last == f"::{token}::"
 
 
 def test_the_summary_is_added_to_what_is_there(tmp_path: Path) -> None:

@@ -11,13 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_modelprobe import kernel, statistics
+from pytest_modelprobe import kernel
 from pytest_modelprobe.record import estimated_change, estimated_share
 from pytest_modelprobe.statistics import (
     WHOLE,
-    ambient_modes_disabled,
     collect,
     fingerprint,
     merge,
@@ -26,17 +24,12 @@ from pytest_modelprobe.statistics import (
 )
 from pytest_modelprobe.statistics import samples as signs
 from pytest_modelprobe.statistics.fingerprint import read, turned
-from pytest_modelprobe.statistics.operations import by_torch
 from pytest_modelprobe.statistics.samples import K
+
+from .test_statistics import reduce_on_device
 
 SIZES = [1, 2, 255, 256, 257, 1000, 1025, 32_768, 65_537]
 LARGE = [2**18 + 1, 2**20 - 1, 2**20, 2**20 + 300]  # around a piece
-
-
-def reduce_on_device(tensor, axis=None, index=0, **options):
-    """The reduction by operations of torch, as another device gets it."""
-    with ambient_modes_disabled():
-        return by_torch(tensor.detach(), axis, index, **options)
 
 
 def project(tensor, samples=WHOLE):
@@ -287,12 +280,6 @@ def test_the_share_of_integers_that_differ_is_estimated(seed, size, share):
     assert (found == 0) is (true == 0)
 
 
-def test_the_change_from_nothing_is_infinite_and_of_nothing_is_nought():
-    zero, one = project(torch.zeros(3)), project(torch.ones(3))
-    assert (estimated_change(zero, zero), estimated_change(one, zero)) == (0, math.inf)
-    assert estimated_change(zero, zero, 0.0) == 0
-
-
 # --- one tensor, one fingerprint --------------------------------------------------------------------------------------
 
 
@@ -350,66 +337,6 @@ def test_every_device_gives_the_same_digest(dtype):
         a, b = reading(x), on_device(x)
         assert a.digest == b.digest
         assert math.dist(a.fingerprint, b.fingerprint) <= 1e-6 * math.sqrt(size)
-
-
-def test_on_a_device_without_float64_no_product_is_used(monkeypatch):
-    x = draw(300_000)
-    ids = torch.arange(300_000)
-    expected, digest = project(x), reading(ids).digest
-    monkeypatch.setattr(statistics.operations, "widest", lambda device: torch.float32)
-    with torch.no_grad():
-        monkeypatch.setattr(torch.Tensor, "__matmul__", None)
-        monkeypatch.setattr(torch, "matmul", None)
-        assert estimated_change(on_device(x).fingerprint, tuple(expected)) < 1e-6
-        assert on_device(ids).digest == digest
-
-
-class Operations(TorchDispatchMode):
-    """Keeps the names of the operations that torch computes."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
-def test_no_product_is_computed_on_a_device(dtype):
-    # cuBLAS refuses one under deterministic algorithms, unless its workspace is configured.
-    x = torch.empty(6, 700, dtype=dtype, device="meta")
-    with Operations() as seen:
-        by_torch(x, -1, 0, histogram=True)
-        statistics.samples._hashes([x], None)
-    assert "sum" in seen.names
-    assert not seen.names & {"mm", "mv", "bmm", "dot", "vdot", "addmm", "addmv", "baddbmm", "linear"}
-
-
-@pytest.mark.parametrize("read", [reading, on_device])
-def test_no_setting_of_precision_reaches_it(read):
-    before = torch.get_float32_matmul_precision()
-    expected = project(draw(2**18 + 77))
-    try:
-        torch.set_float32_matmul_precision("medium")
-        with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
-            found = read(draw(2**18 + 77)).fingerprint
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert estimated_change(found, tuple(expected)) < 1e-6
-
-
-@pytest.mark.parametrize("read", [reading, on_device])
-def test_no_number_of_threads_changes_it(read):
-    threads, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 2, 4):
-            torch.set_num_threads(number)
-            found.append(read(draw(2**18 + 77)).fingerprint)
-    finally:
-        torch.set_num_threads(threads)
-    assert max(estimated_change(one, found[0]) for one in found) < 1e-7
 
 
 # --- what is not finite, and what is huge -----------------------------------------------------------------------------

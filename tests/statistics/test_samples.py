@@ -13,25 +13,16 @@ from torch.nn import functional as F
 from pytest_modelprobe.record import estimated_change
 from pytest_modelprobe.statistics import (
     SeenSamples,
-    ambient_modes_disabled,
     collect,
     merge,
     reduce,
     samples,
     samples_of,
 )
-from pytest_modelprobe.statistics.operations import by_torch
 from pytest_modelprobe.statistics.samples import K
 
-
-def reduce_on_device(tensor, axis=None, index=0, **options):
-    """The reduction by operations of torch, as another device gets it."""
-    with ambient_modes_disabled():
-        return by_torch(tensor.detach(), axis, index, **options)
-
-
-def draw(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+from .test_fingerprint import draw
+from .test_statistics import reduce_on_device
 
 
 def fingerprint(tensor, samples, way=reduce):
@@ -175,15 +166,6 @@ def test_equal_samples_of_microbatches_are_numbered_as_in_one_batch(given):
         seen.add(samples)
         found.append(samples.hashes((len(part),)))
     np.testing.assert_array_equal(np.concatenate(found), hashes_of(given))
-
-
-def test_no_more_than_so_many_samples_are_known_again():
-    seen = SeenSamples()
-    for part in torch.arange(5000).view(-1, 1).split(500):
-        seen.add(samples_of([part]))
-    assert len(seen._times) == 4096
-    assert seen.times(samples_of([torch.arange(4999, 5001).view(-1, 1)]).keys).tolist() == [1, 0]
-    assert seen.times(samples_of([torch.tensor([[0], [5000]])]).keys) is None
 
 
 def test_inputs_that_cannot_be_read_have_no_batch():
