@@ -147,8 +147,17 @@ def made(name: str, seed: int, *, training: bool = False) -> nn.Module:
         return MODELS[name][0]().train(training)
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", MODELS)
+TRAINED = ("gpt2", "resnet")
+
+
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        pytest.param(name, training, marks=[pytest.mark.long] * (training != (name in TRAINED)))
+        for name in MODELS
+        for training in (False, True)
+    ],
+)
 def test_every_layer_of_a_real_model_answers_for_its_code_and_not_for_weights_and_inputs(
     name: str, training: bool
 ) -> None:
