@@ -93,7 +93,7 @@ SPECIAL = st.lists(st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 40
 
 @compiled
 @given(views(), st.sampled_from(list(KINDS)), st.integers(0, 99), st.data(), SPECIAL)
-@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "80")), deadline=None)
+@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "50")), deadline=None)
 def test_any_strides(view, kind, seed, data, special):
     shape, strides, start, size = view
     stored, values = drawn(kind, size, seed, special=special)
