@@ -118,6 +118,7 @@ def test_the_wheel_has_the_package_and_its_license(wheel: Path) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="there the compiler is no command")
 def test_without_a_compiler_the_wheel_is_of_python_alone(tmp_path: Path) -> None:
     hatchling("build", "-t", "wheel", "-d", tmp_path, CC="/nowhere/cc")

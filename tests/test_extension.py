@@ -42,6 +42,7 @@ def test_what_no_extra_brings_is_no_attribute() -> None:
         extension.attribute("checks", "nothing", "checks")
 
 
+@pytest.mark.usefixtures("_forked")
 def test_the_core_runs_tests_and_the_command_without_any_extra(tmp_path: Path) -> None:
     package = tmp_path / "site" / PACKAGE.name
     package.mkdir(parents=True)
@@ -60,8 +61,11 @@ def test_the_core_runs_tests_and_the_command_without_any_extra(tmp_path: Path) -
         "    assert finite(modelprobe, nn.Linear(4, 2), modelprobe.randn(2, 4)).verdict == 'holds'\n"
         "    assert cli.main(['show', '.']) == 2\n"
     )
+    core = "import sys, pytest\n" + "for name in [n for n in sys.modules if n.startswith('pytest_modelprobe')]:\n"
+    core += "    del sys.modules[name]\n"
+    core += "raise SystemExit(pytest.main(['-q', '-p', 'pytest_modelprobe.plugin', '--modelprobe-verbose']))"
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "pytest_modelprobe.plugin", "--modelprobe-verbose"],
+        [sys.executable, "-c", core],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(package.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,

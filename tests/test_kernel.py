@@ -93,7 +93,7 @@ SPECIAL = st.lists(st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 40
 
 @compiled
 @given(views(), st.sampled_from(list(KINDS)), st.integers(0, 99), st.data(), SPECIAL)
-@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "150")), deadline=None)
+@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "50")), deadline=None)
 def test_any_strides(view, kind, seed, data, special):
     shape, strides, start, size = view
     stored, values = drawn(kind, size, seed, special=special)
@@ -138,7 +138,7 @@ def test_no_element_is_read_where_there_is_none():
 @pytest.mark.parametrize("kind", KINDS)
 def test_neither_instruction_set_nor_number_of_threads_changes_a_bit(kind):
     """Of random tensors, in any order of dimensions, with gaps and a broadcast one."""
-    levels, examples = kernel.active.LEVELS, int(os.environ.get("MODELPROBE_EXAMPLES", "200"))
+    levels, examples = kernel.active.LEVELS, int(os.environ.get("MODELPROBE_EXAMPLES", "80"))
     try:
         for seed in range(examples // len(KINDS)):
             arguments, stored = random_view(kind, np.random.default_rng(seed))
@@ -179,7 +179,7 @@ def random_view(kind, rng):
     st.sampled_from(list(KINDS)),
     st.data(),
 )
-@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "60")), deadline=None)
+@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "40")), deadline=None)
 def test_with_a_fingerprint_the_order_in_memory_changes_no_bit(shape, kind, data):
     while math.prod(shape) > 40_000:
         shape[shape.index(max(shape))] //= 2
@@ -281,13 +281,9 @@ def team_of(size):
 
 
 LARGE = {
-    "one run": ((3_200_000,), (1,), None),
     "units": ((40, 8, 10_000), (80_000, 10_000, 1), -2),
     "columns": ((64_000, 50), (50, 1), -1),
-    "channels_last": ((2, 64, 25_000), (1_600_000, 1, 64), -2),
-    "transposed": ((1_600, 2_000), (1, 1_600), None),
     "slices": ((2_000, 799), (1_600, 2), -1),
-    "expanded": ((1_000, 3, 1_000), (1_000, 0, 1), -2),
 }
 
 
@@ -301,20 +297,11 @@ def test_any_number_of_threads_gives_the_same_bits(layout):
             stored[~np.isfinite(stored)] = 1
         arguments = (stored.ctypes.data, KINDS[kind], shape, strides, axis, 0, HASH)
         alone = kernel.active.reduce(*arguments, 1)
-        for size in (1, 2, 3, 7):
+        for size in (2, 7):
             for threads in (2, 5):  # a team may have fewer threads than were expected, or more
                 with team_of(size) as calls:
                     assert kernel.active.reduce(*arguments, threads) == alone
                 assert calls == [size]
-
-
-@compiled
-def test_a_tensor_of_one_chunk_needs_no_team():
-    stored, _ = drawn("float32", 1 << 16, 1)
-    with team_of(2) as calls:
-        kernel.active.reduce(stored.ctypes.data, 0, (1 << 16,), (1,), None, 0, HASH, 2)
-        kernel.active.reduce(stored.ctypes.data, 0, (1 << 15,), (1,), None, 0, HASH, 2)
-    assert not calls
 
 
 @compiled

@@ -238,7 +238,18 @@ def test_without_all_private_names_that_have_a_replacement_all_comes_out_alike(
     assert outcomes(fresh(monkeypatch, *REPLACED)) == complete
 
 
-@pytest.mark.parametrize("path", [*CANNOT, *(pytest.param(path, marks=pytest.mark.long) for path in REPLACED)])
+# One for watching, for functions and for operations that torch computes, for transforms, and for fakes.
+TELLING = [
+    "torch._C._current_graph_task_id",
+    "torch._C.DisableTorchFunction",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch._C._DisableFuncTorch",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+]
+REST = [pytest.param(path, marks=pytest.mark.long) for path in sorted({*_torch.PATHS} - {*TELLING})]
+
+
+@pytest.mark.parametrize("path", [*TELLING, *REST])
 def test_without_a_private_name_the_package_works_or_says_what_it_cannot_do(
     path: str, complete: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

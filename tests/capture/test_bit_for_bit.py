@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -14,12 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe.models.flatten import flatten, map_tensors
 from pytest_modelprobe.probe import Watch
-
-
-@dataclasses.dataclass
-class Result:
-    logits: torch.Tensor
-    hidden: list
 
 
 class Call(nn.Module):
@@ -75,11 +68,6 @@ def gpt2():
     return model, (), {"input_ids": torch.randint(0, 50, (2, 9)), "use_cache": False}
 
 
-def llama():
-    model = transformer("LlamaModel", vocab_size=50, num_key_value_heads=1)
-    return model, (torch.randint(0, 50, (2, 9)),), {}
-
-
 def lstm():
     return nn.Sequential(nn.LSTM(4, 5, num_layers=2, dropout=0.2)), (randn(6, 2, 4),), {}
 
@@ -102,14 +90,6 @@ def shared():
     return nn.Sequential(fc, nn.Tanh(), fc, nn.Tanh()), (randn(3, 6),), {}
 
 
-def structured():
-    def forward(self, x):
-        hidden = [self.a(x["x"])]
-        return {"result": Result(self.b(hidden[0]), hidden), "more": (x["x"], None, 3)}
-
-    return Call(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 2)), ({"x": randn(3, 4)},), {}
-
-
 def checkpointed(use_reentrant):
     def forward(self, x):
         for _ in range(2):
@@ -122,18 +102,6 @@ def checkpointed(use_reentrant):
 
 def passing():
     return nn.Sequential(nn.Identity(), nn.Dropout(0.0)), (randn(3, 4),), {}
-
-
-def views():
-    def forward(self, x):
-        h = self.unflatten(self.fc(x))
-        h += 1
-        return self.relu(self.flatten(h))
-
-    model = Call(
-        forward, fc=nn.Linear(6, 6), unflatten=nn.Unflatten(1, (2, 3)), flatten=nn.Flatten(), relu=nn.ReLU(inplace=True)
-    )
-    return model, (randn(3, 6),), {}
 
 
 def frozen_without_grad():
@@ -156,8 +124,7 @@ def functional():
 MODELS = {
     function.__name__: function
     for function in (
-        mlp, resnet, gpt2, llama, lstm, attention, encoder_layer, shared, structured, passing, views,
-        frozen_without_grad, functional,
+        mlp, resnet, gpt2, lstm, attention, encoder_layer, shared, passing, frozen_without_grad, functional,
     )
 }  # fmt: skip
 MODELS["reentrant checkpoint"] = lambda: checkpointed(True)
@@ -218,7 +185,7 @@ def test_training_is_the_same(case):
     assert_same(trace(case, watched=True), trace(case, watched=False))
 
 
-WITHOUT_GRADIENT = {name: MODELS[name] for name in ("resnet", "gpt2", "functional", "reentrant checkpoint")}
+WITHOUT_GRADIENT = {name: MODELS[name] for name in ("gpt2", "functional", "reentrant checkpoint")}
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

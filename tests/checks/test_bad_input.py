@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, checks
-from pytest_modelprobe.checks.battery import CaseCheck
 from pytest_modelprobe.exceptions import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
@@ -44,19 +43,6 @@ def four_rows_only(linear: nn.Module, x: Tensor) -> Any:
 def slope(linear: nn.Module, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     return torch.autograd.grad(linear(x).tanh().sum(), x, create_graph=True)[0]
-
-
-class Buffered(nn.Module):
-    """A linear layer that adds the first row of a buffer."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.register_buffer("kept", buffer)
-
-    def forward(self, x: Tensor) -> Any:
-        kept: Any = self.kept
-        return self.linear(x) + (kept if kept.layout is torch.strided else kept.to_dense()).to(x.dtype)[0, :2]
 
 
 def quantized(linear: nn.Module, x: Tensor) -> Tensor:
@@ -144,13 +130,6 @@ def test_a_model_for_one_number_of_rows_takes_no_other(modelprobe: ModelProbe) -
 def test_a_loss_that_is_none_is_refused(modelprobe: ModelProbe, loss: Callable[[Any], Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         checks.overfits_batch.outcome(modelprobe, nn.Linear(3, 2), X, loss=loss)
-
-
-def test_a_packed_sequence_is_one_argument(modelprobe: ModelProbe) -> None:
-    outcomes = checks.standard(
-        modelprobe, nn.LSTM(3, 2, batch_first=True), PACKED, only=["deterministic", "eval_stable"]
-    )
-    assert {outcome.verdict for outcome in outcomes} == {"holds"}
 
 
 def test_inputs_that_are_all_the_same_leave_the_others_to_be_replaced(modelprobe: ModelProbe) -> None:
@@ -241,18 +220,6 @@ def test_a_model_that_does_not_run_is_not_fit_for_the_battery(
         checks.standard(modelprobe, factory(), *inputs)
 
 
-def test_a_case_that_does_not_run_fails_and_is_not_skipped(modelprobe: ModelProbe) -> None:
-    case = checks.Case(name="one", factory=lambda: nn.Linear(4, 2), inputs=lambda probe: X)
-    with pytest.raises(UsageError, match=r"the model does not run on these inputs: \(root\) raised RuntimeError: "):
-        CaseCheck(case, "eval_stable")(modelprobe)
-
-
-def test_a_model_that_refuses_other_inputs_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
-    model = Calling(four_rows_only)
-    outcome = checks.standard(modelprobe, model, X, only="gradient_accumulation", loss=lambda y: y.square().mean())[0]
-    assert outcome.verdict == "not applicable"
-
-
 def test_a_model_without_a_training_mode_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
     class Evaluated(nn.Linear):
         def train(self, mode: bool = True) -> Self:
@@ -274,10 +241,6 @@ def test_a_model_that_runs_in_training_alone_is_fit_for_the_battery(modelprobe: 
             return super().forward(x)
 
     assert checks.standard(modelprobe, Trained(3, 2), X, only="seeded")[0].verdict == "not applicable"
-
-
-def test_a_model_needs_no_inputs_for_checks_that_do_not_run_it(modelprobe: ModelProbe) -> None:
-    assert [outcome.verdict for outcome in checks.standard(modelprobe, nn.Linear(3, 2), only="registered")] == ["holds"]
 
 
 CHOICES: list[tuple[dict[str, Any], str]] = [

@@ -44,12 +44,6 @@ class Code(nn.Module):
 
 
 @pytest.fixture
-def probe() -> ModelProbe:
-    torch.manual_seed(0)  # of weights
-    return ModelProbe()
-
-
-@pytest.fixture
 def x(probe: ModelProbe) -> Tensor:
     return probe.randn(4, 3)
 

@@ -41,12 +41,6 @@ def planted(module: nn.Module, **methods: Any) -> None:
 
 
 @pytest.fixture
-def probe() -> ModelProbe:
-    torch.manual_seed(0)  # of weights
-    return ModelProbe()
-
-
-@pytest.fixture
 def ids(probe: ModelProbe) -> Tensor:
     return probe.randint(3, WORDS, (3, LENGTH))
 

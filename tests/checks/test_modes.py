@@ -23,12 +23,6 @@ def named(outcome: Outcome) -> str | None:
     return outcome.layer
 
 
-@pytest.fixture
-def probe() -> ModelProbe:
-    torch.manual_seed(0)  # of weights
-    return ModelProbe()
-
-
 # --- modes_agree --------------------------------------------------------------------------------------------------
 
 

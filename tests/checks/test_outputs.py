@@ -24,12 +24,6 @@ class Model(nn.Module):
         return self._forward(self, *inputs, **named)
 
 
-@pytest.fixture
-def probe() -> ModelProbe:
-    torch.manual_seed(0)  # of weights
-    return ModelProbe()
-
-
 # --- outputs that are no containers of tensors --------------------------------------------------------------------
 
 

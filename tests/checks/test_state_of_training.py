@@ -12,12 +12,6 @@ from torch.nn.utils import parametrizations
 from pytest_modelprobe import ModelProbe, checks
 
 
-@pytest.fixture
-def probe() -> ModelProbe:
-    torch.manual_seed(0)  # of weights
-    return ModelProbe()
-
-
 class ActNorm(nn.Module):
     """Initializes its scale and shift by the first batch."""
 

@@ -114,7 +114,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+RARE = ("mamba", "wav2vec2")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.long] * (case.name in RARE), id=case.name) for case in CASES],
+)
 def test_standard(modelprobe: ModelProbe, case: checks.Case) -> None:
     model, inputs = modelprobe.build(case.factory), case.inputs(modelprobe)
     checks.standard(modelprobe, model, loss=own_loss, skip=[*case.xfail], kwargs=inputs)

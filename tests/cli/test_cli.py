@@ -19,7 +19,6 @@ import pytest
 from pytest_modelprobe.cli import GIT_ATTRIBUTES, main
 from pytest_modelprobe.files import StoredSnapshot, architecture_digest, decode, encode
 from pytest_modelprobe.gate import snapshot_sources
-from pytest_modelprobe.gate.git import Repository
 from pytest_modelprobe.gate.verdict import superseded
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
 
@@ -169,35 +168,11 @@ def test_a_declared_change_passes(branch: str, modelprobe: Run) -> None:
     assert (code, out.splitlines()[-1]) == (0, "Declared for Net: wider")
 
 
-def test_the_next_change_needs_a_reason_of_its_own(git: Git, branch: str, modelprobe: Run) -> None:
-    write(net(3), reason="wider", supersedes=branch)
-    commit(git)
-    git("switch", "-q", "-c", "next")
-    write(net(5), reason="wider", supersedes=branch)
-    code, out, _ = modelprobe("check", "--base", "branch")
-    assert code == 1
-    assert "was given for another change than this one" in out
-
-
 def test_a_branch_of_several_updates_is_declared_by_its_last(git: Git, branch: str, modelprobe: Run) -> None:
     between = write(net(3), supersedes=superseded(None, branch, "between"))
     commit(git)
     write(net(5), reason="wider still", supersedes=superseded(branch, between, "now"))
     assert modelprobe("check", "--base", "main")[0] == 0
-
-
-def test_numbers_that_moved_are_a_warning(branch: str, modelprobe: Run) -> None:
-    write(net(mean=3.0))
-    code, out, _ = modelprobe("check", "--base", "main")
-    assert code == 0
-    assert re.search(r"behavior +warning .*output changed by", out)
-
-
-def test_a_base_of_two_meanings_cannot_be_checked(git: Git, branch: str, modelprobe: Run) -> None:
-    write(net(3))
-    git("update-ref", "refs/tags/main", commit(git))
-    code, _, err = modelprobe("check", "--base", "main")
-    assert (code, err.startswith("modelprobe: 'main' is ambiguous, refs/")) == (2, True)
 
 
 @pytest.fixture
@@ -227,25 +202,6 @@ def test_a_reviewed_snapshot_that_is_put_back_is_denied_whatever_the_merge_bases
         "modelprobe: main and HEAD have 2 merge bases, so main itself is compared with: "
         "merge it to leave out what changed there alone\n"
     )
-
-
-def test_changes_outside_of_a_sparse_checkout_are_seen(git: Git, branch: str, modelprobe: Run) -> None:
-    other = PATH.replace("test_a", "test_b")
-    write(net(3))
-    commit(git)
-    write(net(5), other)
-    commit(git)
-    git("sparse-checkout", "set", "lib")
-    code, out, _ = modelprobe("check", "--base", "main")
-    assert (code, out.splitlines()[0]) == (1, "Net: checkpoint change is not declared; 2 models changed, 0 unchanged")
-    git("rm", "-q", "--sparse", f"{PATH}.arch.json", f"{PATH}.probe.json")
-    Path(PATH).parent.mkdir(parents=True)
-    modelprobe("declare", "not used any more", "--base", "main")
-    git("add", "--sparse", "-A")
-    git("commit", "-q", "-m", "Remove it")
-    git("sparse-checkout", "reapply")
-    code, out, _ = modelprobe("check", "--base", "main")
-    assert (code, Path("tests").exists(), "declared" in out) == (0, False, True)
 
 
 def test_a_link_outside_of_a_sparse_checkout_is_refused(git: Git, branch: str, modelprobe: Run) -> None:
@@ -287,36 +243,6 @@ def test_a_deleted_snapshot_is_declared_by_a_file_in_its_place(git: Git, branch:
         code, out, _ = modelprobe("check", "--base", "main")
         assert (code, out.splitlines()[-1]) == (0, "Declared for Net: not used any more")
         commit(git)
-
-
-def test_the_reason_for_a_deletion_does_not_hold_for_what_is_deleted_later(
-    git: Git, branch: str, modelprobe: Run
-) -> None:
-    git("switch", "-q", "main")
-    write(net(), "tests/__modelprobe__/test_other/test_b")
-    commit(git)
-    git("switch", "-q", "-c", "later")
-    git("rm", "-q", "-r", "tests/__modelprobe__/test_net")
-    modelprobe("declare", "not used any more")
-    commit(git)
-    assert modelprobe("check", "--base", "main")[0] == 0
-    git("rm", "-q", "-r", "tests/__modelprobe__/test_other")
-    assert modelprobe("check", "--base", "main")[0] == 1
-
-
-def test_the_reason_for_a_deletion_does_not_hold_for_another_content(git: Git, branch: str, modelprobe: Run) -> None:
-    git("rm", "-q", "-r", "tests")
-    modelprobe("declare", "not used any more")
-    text = Path(f"{PATH}.removed.json").read_text("utf-8")
-    Path(f"{PATH}.removed.json").unlink()
-    git("switch", "-q", "-f", "main")
-    write(net(mean=3.0))
-    commit(git)
-    git("switch", "-q", "-c", "later")
-    git("rm", "-q", "-r", "tests")
-    Path(PATH).parent.mkdir(parents=True)
-    Path(f"{PATH}.removed.json").write_text(text, "utf-8")
-    assert modelprobe("check", "--base", "main")[0] == 1
 
 
 def test_the_reason_for_a_deletion_holds_once(git: Git, branch: str, modelprobe: Run) -> None:
@@ -396,15 +322,6 @@ def test_a_path_may_hold_what_is_no_text(git: Git, branch: str, modelprobe: Run)
     out.encode()
 
 
-def test_a_snapshot_that_moved_is_one_that_was_renamed(git: Git, branch: str, modelprobe: Run) -> None:
-    Path("tests/__modelprobe__/test_new").mkdir()
-    for ending in (".arch.json", ".probe.json"):
-        git("mv", f"{PATH}{ending}", f"tests/__modelprobe__/test_new/test_a{ending}")
-    code, out, _ = modelprobe("check", "--base", "main")
-    assert code == 0
-    assert re.search(rf"renamed +warning .* was {PATH}.arch.json", out)
-
-
 def test_only_what_is_asked_for_is_checked(branch: str, modelprobe: Run) -> None:
     write(net(), "other/__modelprobe__/test_other/test_b")
     write(net(3))
@@ -419,18 +336,6 @@ def test_a_path_may_be_either_file_or_a_folder(branch: str, modelprobe: Run, pat
     assert modelprobe("check", path, "--base", "main")[0] == 1
 
 
-def test_an_old_architecture_under_the_name_of_a_device_hides_no_change(git: Git, modelprobe: Run) -> None:
-    write(net())
-    Path(f"{PATH}.probe.json").rename(f"{PATH}.cuda.probe.json")
-    commit(git, "Record the net on a GPU")
-    git("switch", "-q", "-c", "branch")
-    Path(f"{PATH}.cuda.arch.json").write_bytes(Path(f"{PATH}.arch.json").read_bytes())
-    write(net(3))
-    code, out, _ = modelprobe("check", "--base", "main")
-    assert code == 1
-    assert re.search(r"Net +checkpoint +denied", out)
-
-
 def test_a_link_to_snapshots_that_came_or_leads_elsewhere_is_refused(git: Git, branch: str, modelprobe: Run) -> None:
     path = "other/__modelprobe__"
     link = Path(path)
@@ -443,18 +348,6 @@ def test_a_link_to_snapshots_that_came_or_leads_elsewhere_is_refused(git: Git, b
     link.unlink()
     link.symlink_to("elsewhere")
     assert modelprobe("check", "--base", "HEAD") == (2, "", said)
-
-
-def test_an_event_that_is_none_is_told(
-    branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    event = tmp_path / "event.json"
-    event.write_text("[" * 100_000)
-    for name, text in (("ACTIONS", "true"), ("EVENT_NAME", "pull_request"), ("EVENT_PATH", str(event))):
-        monkeypatch.setenv(f"GITHUB_{name}", text)
-    code, _, err = modelprobe("check")
-    assert code == 2
-    assert "GITHUB_EVENT_PATH names no event that can be read" in err
 
 
 # --- the way out that a check prints ------------------------------------------------------------------------------
@@ -532,16 +425,6 @@ def test_the_workflows_are_short_and_have_no_rights(workflow: Path) -> None:
     assert "permissions:\n  contents: read\n" in text
     assert "pull_request_target" not in text
     assert "secrets" not in text
-
-
-def test_a_merge_queue_is_checked_against_what_it_builds_on(
-    git: Git, branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write(net(3))
-    commit(git)
-    base = git("rev-parse", "main")
-    in_actions(monkeypatch, tmp_path, "merge_group", {"merge_group": {"base_sha": base}})
-    assert modelprobe("check")[0] == 1
 
 
 def clone(git: Git, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
@@ -674,16 +557,6 @@ def test_layers_are_chosen_by_globs(branch: str, modelprobe: Run) -> None:
     assert list(data["layers"]) == ["fc"]
 
 
-def test_snapshots_are_shown_one_after_the_other(
-    modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: HeldRecords
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for i in range(5):
-        write(net(), f"{PATH}{i}")
-    assert modelprobe("show", "tests")[1].count("(root)") >= 5
-    assert (held.read, held.most) == (5, 2)
-
-
 def test_json_is_one_snapshot_or_a_list_of_several(
     modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -780,20 +653,6 @@ def test_numbers_of_two_branches_never_mix(git: Git, modelprobe: Run) -> None:
 # --- what cannot be completed -------------------------------------------------------------------------------------
 
 
-def test_outside_of_git_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modelprobe: Run) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert modelprobe("check", "--base", "main") == (
-        2, "", f"modelprobe: {tmp_path.resolve()} is not in a git working tree\n",
-    )  # fmt: skip
-
-
-def test_a_base_that_is_not_here_names_the_fetch(branch: str, modelprobe: Run) -> None:
-    assert modelprobe("check", "--base", "origin/main") == (
-        2, "", "modelprobe: there is no revision 'origin/main' here: git fetch origin main\n",
-    )  # fmt: skip
-
-
 def test_a_path_outside_is_refused(branch: str, modelprobe: Run, tmp_path: Path) -> None:
     code, _, err = modelprobe("check", "..", "--base", "main")
     assert (code, err) == (2, f"modelprobe: .. is outside the repository {(tmp_path / 'here').resolve()}\n")
@@ -842,19 +701,6 @@ def test_damaged_numbers_in_the_base_hide_no_change_of_the_structure(git: Git, b
     assert modelprobe("check", "--base", "main")[0] == 0
 
 
-def test_what_is_too_large_is_refused_unread(git: Git, modelprobe: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(f"{PATH}.arch.json")
-    write(net())
-    with path.open("r+b") as file:
-        file.truncate(65 << 20)
-    commit(git)
-    monkeypatch.setattr(Repository, "read", None)
-    monkeypatch.setattr(Path, "read_bytes", None)
-    code, _, err = modelprobe("show", f"HEAD:{PATH}")
-    assert code == 2
-    assert f"{PATH}.arch.json has 65 MB, more than a snapshot ever has (64 MB)" in err
-
-
 def test_of_the_records_only_those_of_one_snapshot_are_held_at_once(
     git: Git, modelprobe: Run, held: HeldRecords
 ) -> None:
@@ -874,11 +720,6 @@ def test_numbers_without_an_architecture_are_said_to_be_that(branch: str, modelp
     Path(f"{PATH}.arch.json").unlink()
     code, _, err = modelprobe("show", PATH)
     assert (code, err) == (2, f"modelprobe: {PATH}.probe.json has no test_a.arch.json beside it\n")
-
-
-def test_names_move_no_cursor(branch: str, modelprobe: Run) -> None:
-    write(Record(model="\x1b[31mNet", layers=net().layers, forwards=1))
-    assert "\x1b" not in modelprobe("show", PATH)[1]
 
 
 # --- the process --------------------------------------------------------------------------------------------------

@@ -127,12 +127,6 @@ def test_a_branch_named_like_the_hash_of_a_commit_is_ambiguous(git: Git, tmp_pat
         Repository(tmp_path / "here").commit(first[:12])
 
 
-def test_a_commit_is_read_as_it_is_and_not_as_one_that_replaces_it(git: Git, tmp_path: Path) -> None:
-    first = commit(git, tmp_path, a="1")
-    git("replace", first, commit(git, tmp_path, b="1"))
-    assert list(Repository(tmp_path / "here").files(first)) == ["a"]
-
-
 def test_a_folder_made_like_a_repository_runs_no_command(git: Git, tmp_path: Path) -> None:
     commit(git, tmp_path, a="1")
     inner = tmp_path / "here" / "inner"
@@ -276,15 +270,6 @@ def test_a_pull_request_starts_from_the_first_parent_of_its_merge(
     base, head = merged
     told = environment(tmp_path, "pull_request", pull_request("0" * 40, head))
     assert base_of_event(Repository(tmp_path / "here"), told) == base
-
-
-def test_a_clone_of_depth_1_does_not(git: Git, tmp_path: Path, merged: tuple[str, str]) -> None:
-    repository = clone(git, tmp_path, depth=1, branch="merge")
-    with pytest.raises(GitError) as error:
-        base_of_event(repository, environment(tmp_path, "pull_request", pull_request(*merged)))
-    assert str(error.value) == (
-        "what the pull request is merged into is not in this clone: fetch-depth: 2 in the workflow's checkout"
-    )
 
 
 def test_a_pull_request_whose_head_is_checked_out_starts_from_the_event_s_base(

@@ -14,11 +14,9 @@ import pytest_modelprobe.probe
 import pytest_modelprobe.report.results  # pytester forgets what its runs import
 import pytest_modelprobe.snapshot.comparer
 import pytest_modelprobe.snapshot.snapshot  # noqa: F401 - pytester forgets what its runs import
-from pytest_modelprobe.files import architecture_digest
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.snapshot.naming import Module, Test, unused_files
 from pytest_modelprobe.snapshot.preconditions import active_dropout, nonfinite
-from pytest_modelprobe.snapshot.snapshot import is_training
 
 MODELS = """
 import torch
@@ -282,13 +280,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("other", WRONG)
-def test_what_is_no_record_is_an_error_with_the_next_step(project: Project, other: str) -> None:
-    test = one(
-        f"assert {other} == modelprobe_snapshot", "modelprobe, modelprobe_snapshot", "from torch.nn import Linear"
-    )
-    result = project.run(test=test)
-    result.stdout.fnmatch_lines([f"E       {WRONG[other]}"])
+def test_what_is_no_record_is_an_error_with_the_next_step(project: Project) -> None:
+    before = f"from torch.nn import Linear\n@pytest.mark.parametrize('other', {[*WRONG]!r})"
+    body = "assert eval(other) == modelprobe_snapshot"
+    result = project.run(test=one(body, "other, modelprobe, modelprobe_snapshot", before))
+    result.stdout.fnmatch_lines([f"E       {message}" for message in WRONG.values()])
     result.stdout.no_fnmatch_line("*snapshot/snapshot.py*")
 
 
@@ -394,40 +390,34 @@ assert watch.record == modelprobe_snapshot
     assert project.names() == ["test_net/test_x.arch.json"]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("name=''", "name= is a text of 1 to 60 characters; got ''"),
-        ("name='cuda'", "name='cuda' is reserved for the file names of numbered or device snapshots: give another"),
-        ("compare='shapes'", "compare= is 'all', 'architecture' or 'behavior'; got 'shapes'"),
-        ("allow='nan'", "allow= takes 'dropout', 'nonfinite' and 'nondeterministic'; got 'nan'"),
-        ("tolerance='x'", "a tolerance multiplies the measured noise and is a positive number; got 'x'"),
-        ("tolerance={'nrm.*': 10}", "tolerance: 'nrm.?' matches none of 1 layer; nearest: 'norm'"),
-    ],
-)
-def test_an_option_that_is_none_is_an_error(project: Project, call: str, message: str) -> None:
-    test = one(f"assert record() == modelprobe_snapshot({call})")
-    result = project.update(test=test)
-    result.stdout.fnmatch_lines([f"E       pytest_modelprobe.exceptions.*Error: {message}"])
+OPTIONS = {
+    "name=''": "name= is a text of 1 to 60 characters; got ''",
+    "name='cuda'": "name='cuda' is reserved for the file names of numbered or device snapshots: give another",
+    "compare='shapes'": "compare= is 'all', 'architecture' or 'behavior'; got 'shapes'",
+    "allow='nan'": "allow= takes 'dropout', 'nonfinite' and 'nondeterministic'; got 'nan'",
+    "tolerance='x'": "a tolerance multiplies the measured noise and is a positive number; got 'x'",
+    "tolerance={'nrm.*': 10}": "tolerance: 'nrm.?' matches none of 1 layer; nearest: 'norm'",
+}
+
+
+def test_an_option_that_is_none_is_an_error(project: Project) -> None:
+    tests = (
+        f"def test_{i}(modelprobe_snapshot):\n    assert record() == modelprobe_snapshot({call})\n"
+        for i, call in enumerate(OPTIONS)
+    )
+    result = project.update(test="from records import *\n" + "\n".join(tests))
+    result.stdout.fnmatch_lines(
+        [f"E       pytest_modelprobe.exceptions.*Error: {message}" for message in OPTIONS.values()]
+    )
     result.stdout.no_fnmatch_line("*pytest_modelprobe/*")
-
-
-def test_its_repr_is_short_and_it_has_no_hash(project: Project) -> None:
-    body = "assert repr(modelprobe_snapshot) == '<modelprobe_snapshot of test_x>'\nhash(modelprobe_snapshot)"
-    project.run(test=one(body)).stdout.fnmatch_lines(["E       TypeError: unhashable type: 'ModelProbeSnapshot'"])
 
 
 # --- a comparison without assert ----------------------------------------------------------------------------------
 
-UNASSERTED = {
-    "alone": "record(eps=1e-3) == modelprobe_snapshot",
-    "in a tuple": "assert (record(eps=1e-3) == modelprobe_snapshot, 'a tuple is true')",
-}
 
-
-@pytest.mark.parametrize("body", UNASSERTED.values(), ids=UNASSERTED)
 @pytest.mark.filterwarnings("ignore:assertion is always true:")
-def test_a_comparison_that_fails_and_is_not_asserted_fails_the_test(project: Project, body: str) -> None:
+def test_a_comparison_that_fails_and_is_not_asserted_fails_the_test(project: Project) -> None:
+    body = "assert (record(eps=1e-3) == modelprobe_snapshot, 'a tuple is true')"
     project.update(test=one("assert record() == modelprobe_snapshot\nassert record() == modelprobe_snapshot(name='b')"))
     result = project.run("-rf", test=one(body))
     result.assert_outcomes(failed=1)
@@ -442,26 +432,10 @@ def test_a_comparison_that_fails_and_is_not_asserted_fails_the_test(project: Pro
     )
 
 
-def test_all_comparisons_that_were_not_asserted_are_reported(project: Project) -> None:
-    result = project.run(test=one("record() == modelprobe_snapshot\nrecord() == modelprobe_snapshot"))
-    result.stdout.fnmatch_lines(["compared in line 4 and line 5 but not asserted*", "*for test_x:*", "*for test_x.2:*"])
-
-
 CAUGHT = [
     "try:\n    assert record(eps=1e-3) == modelprobe_snapshot\nexcept AssertionError:\n    pass",
-    "with pytest.raises(KeyError):\n    record(eps=1e-3) == modelprobe_snapshot or {}['x']",
     "assert record(eps=1e-3) == modelprobe_snapshot or True",
-    "caught = pytest.raises(AssertionError)\ncaught.__enter__()\nbool(record(eps=1e-3) == modelprobe_snapshot)",
 ]
-
-
-def test_a_test_that_skips_itself_because_a_record_differs_fails_the_run(project: Project) -> None:
-    project.update(test=SAME)
-    body = "if not record(eps=1e-3) == modelprobe_snapshot:\n    pytest.skip('flaky')"
-    result = project.run(test=one(body))
-    result.assert_outcomes(skipped=1)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["*test_x.arch.json differs, and test_net.py::test_x did not fail, so the run does: *"])
 
 
 @pytest.mark.parametrize("body", CAUGHT)
@@ -478,10 +452,8 @@ def test_a_failure_that_a_test_catches_fails_the_run(project: Project, body: str
 EXPECTED = [
     "record(eps=1e-3) == modelprobe_snapshot\nassert 'norm.eps' in modelprobe_snapshot.failure\npytest.xfail('known')",
     "with pytest.raises(AssertionError):\n    assert record(eps=1e-3) == modelprobe_snapshot",
-    "def check():\n    assert record(eps=1e-3) == modelprobe_snapshot\npytest.raises(AssertionError, check)",
     "with differing():\n    assert record(eps=1e-3) == modelprobe_snapshot",
     "assert record(eps=1e-3) != modelprobe_snapshot",
-    "pytest.xfail('later') if record(eps=1e-3) == modelprobe_snapshot else pytest.xfail('now')",
 ]
 DIFFERING = """
 import contextlib
@@ -493,10 +465,7 @@ def differing():
 """
 
 
-CALLED = pytest.mark.skipif(not hasattr(pytest, "RaisesExc"), reason="pytest before 8.4 calls it without an object")
-
-
-@pytest.mark.parametrize("body", [*EXPECTED[:2], pytest.param(EXPECTED[2], marks=CALLED), *EXPECTED[3:]])
+@pytest.mark.parametrize("body", EXPECTED)
 def test_a_failure_that_a_test_expects_fails_nothing(project: Project, body: str) -> None:
     project.update(test=SAME)
     assert project.run(test=one(body, before=DIFFERING)).ret == pytest.ExitCode.OK
@@ -526,17 +495,6 @@ def test_the_text_is_whole_whatever_becomes_of_assert(project: Project) -> None:
     result.stdout.no_fnmatch_line("*lines hidden*")
 
 
-def test_the_text_is_whole_in_a_helper_without_rewriting(project: Project) -> None:
-    project.write("helper", "def check(record, snapshot):\n    assert record == snapshot\n")
-    project.update(test=SAME)
-    project.run(test=one("import helper\nhelper.check(record(eps=1e-3), modelprobe_snapshot)")).stdout.fnmatch_lines(
-        [
-            "E       AssertionError: output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001",
-            "E       cause *",
-        ]
-    )
-
-
 def test_below_a_first_line_that_pytest_truncates_is_the_table(project: Project) -> None:
     name = "norm_" * 200
     body = f"record(name={name!r}) == modelprobe_snapshot, 'as ever'"
@@ -545,13 +503,6 @@ def test_below_a_first_line_that_pytest_truncates_is_the_table(project: Project)
     said = f"output unchanged; structure differs in 1 place: {name}.eps 1e-05 → 0.001"
     result.stdout.fnmatch_lines(["E       AssertionError: as ever", f"E       {said}", "E       cause *"])
     result.stdout.no_fnmatch_line("*Full output truncated*")
-
-
-def test_another_assertion_keeps_its_own_text(project: Project) -> None:
-    project.update(test=SAME)
-    project.write("helper", "def check(this):\n    assert this\n")
-    body = "import helper\nrecord(eps=1e-3) == modelprobe_snapshot\nhelper.check([])"
-    project.run(test=one(body)).stdout.no_fnmatch_line("*norm.eps*")
 
 
 # --- names --------------------------------------------------------------------------------------------------------
@@ -643,32 +594,15 @@ def test_the_numbers_of_another_device_have_a_file_of_their_own(project: Project
     project.run(test=SAME).assert_outcomes(passed=1)
 
 
-def test_the_id_of_the_device_is_no_part_of_the_name(project: Project) -> None:
-    test = one("assert record() == modelprobe_snapshot(name=size)", "size, modelprobe, modelprobe_snapshot")
-    test = test.replace("def ", "@pytest.mark.parametrize('size', ['cpu-s', 'b'])\ndef ")
-    project.update("--modelprobe-device=cpu", "--modelprobe-device=cpu:0", test=test).assert_outcomes(passed=4)
-    assert [name for name in project.names() if "arch" in name] == [
-        "test_net/test_x[b].b.arch.json",
-        "test_net/test_x[cpu-s].cpu-s.arch.json",
-    ]
-
-
-UNTRUSTED = ["\\x1b[31m", "../../x", "x" * 300]
-
-
-@pytest.mark.parametrize("name", UNTRUSTED)
-def test_ids_of_others_are_harmless(project: Project, name: str) -> None:
-    test = one("assert record() == modelprobe_snapshot", "size, modelprobe_snapshot")
-    test = test.replace(
-        "def ", f"@pytest.mark.parametrize('size', [0], ids=[{name!r}.replace('\\\\x1b', chr(27))])\ndef "
-    )
-    result = project.run(test=test)
-    result.assert_outcomes(failed=1)
+def test_ids_of_others_are_harmless(project: Project) -> None:
+    ids = "@pytest.mark.parametrize('size', [0, 1, 2], ids=[chr(27) + '[31m', '../../x', 'x' * 300])"
+    result = project.run(test=one("assert record() == modelprobe_snapshot", "size, modelprobe_snapshot", ids))
+    result.assert_outcomes(failed=3)
     assert "\x1b[31m" not in result.stdout.str()
-    project.update().assert_outcomes(passed=1)
-    assert len(project.names()) == 2
+    project.update().assert_outcomes(passed=3)
+    assert len(project.names()) == 6
     assert {Path(name).parent.as_posix() for name in project.names()} == {"test_net"}
-    project.run().assert_outcomes(passed=1)
+    project.run().assert_outcomes(passed=3)
 
 
 # --- an update that is not to be ----------------------------------------------------------------------------------
@@ -764,6 +698,7 @@ CI_HIDDEN = {
 }
 
 
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("how", CI_HIDDEN)
 def test_no_file_of_the_repository_lets_an_update_write_in_ci(
     project: Project, monkeypatch: pytest.MonkeyPatch, how: str
@@ -780,32 +715,6 @@ def test_no_file_of_the_repository_lets_an_update_write_in_ci(
     assert project.contents() == before
     if how == "a conftest":
         project.update("--modelprobe-allow-update-in-ci").assert_outcomes(passed=1)
-
-
-@pytest.mark.parametrize("option", ["--snapshot-warn-unused"])
-def test_no_file_of_the_repository_hides_in_ci_that_a_test_compares_no_more(
-    project: Project, monkeypatch: pytest.MonkeyPatch, option: str
-) -> None:
-    project.update(test=SAME)
-    project.pytester.makeini(f"[pytest]\naddopts = {option}")
-    without = one("record()")
-    assert project.run(test=without).ret == pytest.ExitCode.OK
-    monkeypatch.setenv("CI", "true")
-    result = project.run(test=without)
-    result.assert_outcomes(passed=1)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["2 snapshot files unused, --snapshot-update deletes them:", "  *test_x.probe.json"])
-    assert project.run(option).ret == pytest.ExitCode.OK
-
-
-@pytest.mark.parametrize("name", ["snapshots", "terminal"])
-def test_no_part_of_the_plugin_can_be_taken_away_alone(project: Project, name: str) -> None:
-    project.update(test=SAME)
-    project.pytester.makeini(f"[pytest]\naddopts = -p no:modelprobe-{name}")
-    result = project.run(test=one(CAUGHT[0]))
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    told = f"-p no:modelprobe-{name} takes away a part of pytest-modelprobe; -p no:modelprobe is all of it"
-    assert told in f"{result.stdout}{result.stderr}"
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}
@@ -862,29 +771,6 @@ def test_a_reason_that_went_into_no_file_is_reported_as_unused(project: Project)
     assert project.contents() == before
     project.update("--modelprobe-reason=as ever", "-k", "nothing").stdout.fnmatch_lines([NOWHERE])
     project.update("--modelprobe-reason=wider", test=CHANGED).stdout.no_fnmatch_line("no architecture changed*")
-
-
-WHOLE_RUN = 'run(model, modelprobe.randn(4, 8), loss="random")'
-CUT_OUT = {
-    WHOLE_RUN: "output unchanged; structure differs in 1 place: drop.p not in the file → 0.9",
-    "architecture(model, modelprobe.randn(4, 8))": "drop.p not in the file → 0.9; 1 cause",
-}
-
-
-@pytest.mark.parametrize("how", CUT_OUT)
-def test_an_attribute_cut_out_of_the_file_by_hand_fails_the_test(project: Project, how: str) -> None:
-    project.change("Dropout(0.0)", "Dropout(0.1)")
-    test = TEST.replace(WHOLE_RUN, how).replace("(TinyNet)", "(TinyNet).eval()")
-    project.update(test=test).assert_outcomes(passed=1)
-    before = {path: path.read_text() for path in project.snapshots.rglob("*.json")}
-    (arch,) = (text for text in before.values() if '"p": 0.1, ' in text)
-    cut = arch.replace('"p": 0.1, ', "")
-    for path, text in before.items():  # the numbers name the digest of the architecture
-        path.write_text(cut if text == arch else text.replace(architecture_digest(arch), architecture_digest(cut)))
-    project.change("Dropout(0.0)", "Dropout(0.9)")
-    result = project.run()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([f"E *AssertionError: {CUT_OUT[how]}"])
 
 
 def test_an_update_accepts_only_what_changed_little_or_the_structure_alone(project: Project) -> None:
@@ -989,21 +875,15 @@ def test_tolerance_multiplies_what_may_change(project: Project) -> None:
     project.run(test=marked).assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("how", ["option", "ini"])
-def test_the_run_may_compare_a_part_and_says_so(project: Project, how: str) -> None:
-    part = "compare=architecture" if how == "option" else "compare = architecture"
-    if how == "ini":
-        project.pytester.makeini(f"[pytest]\nmodelprobe_{part}")
-    option = [f"--modelprobe-{part}"] if how == "option" else []
+def test_the_run_may_compare_a_part_and_says_so(project: Project) -> None:
+    project.pytester.makeini("[pytest]\nmodelprobe_compare = architecture")
     project.update(test=SAME)
-    result = project.run(*option, test=one("assert record(mean=9.0) == modelprobe_snapshot"))
+    moved = one("assert record(mean=9.0) == modelprobe_snapshot")
+    result = project.run(test=moved)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["the behavior of 1 snapshot was not compared (*modelprobe*compare*architecture)"])
-    project.run(*option, test=CHANGED).assert_outcomes(failed=1)
-    if how == "ini":
-        project.run(
-            "--modelprobe-compare=all", test=one("assert record(mean=9.0) == modelprobe_snapshot")
-        ).assert_outcomes(failed=1)
+    project.run(test=CHANGED).assert_outcomes(failed=1)
+    project.run("--modelprobe-compare=all", test=moved).assert_outcomes(failed=1)
 
 
 def test_a_test_that_compares_less_than_its_snapshot_says_fails_until_that_is_written(project: Project) -> None:
@@ -1029,37 +909,6 @@ def test_what_nothing_is_compared_of_fails(project: Project) -> None:
     result.stdout.fnmatch_lines(
         ["E*nothing is compared: the test compares only the behavior, and modelprobe_compare = architecture; *"]
     )
-
-
-STRUCTURE = """
-import pytest
-from torch import nn
-
-def test_x(modelprobe, modelprobe_snapshot):
-    assert modelprobe.architecture(nn.Sequential(nn.Dropout(0.0))) == modelprobe_snapshot
-"""
-BEHAVIOR_OF_STRUCTURE = {
-    "ini": ("[pytest]\nmodelprobe_compare = behavior", "", ""),
-    "argument": ("snapshot\n", "snapshot(compare='behavior')\n", None),
-}
-
-
-@pytest.mark.parametrize("how", BEHAVIOR_OF_STRUCTURE)
-def test_a_structure_of_which_the_behavior_is_compared_fails(
-    project: Project, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    project.update(test=STRUCTURE)
-    ini, conftest, environment = BEHAVIOR_OF_STRUCTURE[how]
-    changed = STRUCTURE.replace("0.0", "0.9")
-    if environment is None:
-        changed = changed.replace(ini, conftest)
-    else:
-        project.pytester.makeini(ini)
-        project.pytester.makeconftest(conftest)
-        monkeypatch.setenv("PYTEST_ADDOPTS", environment)
-    result = project.run(test=changed)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E*nothing was compared, for no value has numbers in both records: *"])
 
 
 def test_a_test_may_compare_a_part(project: Project) -> None:
@@ -1194,26 +1043,13 @@ def test_of_a_structure_without_numbers_calls_are_compared(project: Project) -> 
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (
-            "self.attn(x=x, mask=None)",
-            "blocks.*: own code no longer gives attn input[[]1] x2: output of attn changed *",
-        ),
-        ("self.attn(x, mask=mask, train=False)", "*blocks.*: own code gives attn train False, not the default x2"),
-    ],
-    ids=["mask dropped", "dropout off"],
-)
-def test_an_argument_that_matters_fails_by_its_name_however_the_call_is_written(
-    project: Project, call: str, named: str
-) -> None:
+def test_an_argument_that_matters_fails_by_its_name_however_the_call_is_written(project: Project) -> None:
     project.models(ATTENTIVE)
     project.update(test=IN_EVAL)
-    project.models(ATTENTIVE.replace(CALL, call))
+    project.models(ATTENTIVE.replace(CALL, "self.attn(x, mask=mask, train=False)"))
     result = project.run()
     result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines([f"*AssertionError: {named}"])
+    result.stdout.fnmatch_lines(["*AssertionError: *blocks.*: own code gives attn train False, not the default x2"])
 
 
 # --- damaged files ------------------------------------------------------------------------------------------------
@@ -1287,7 +1123,6 @@ def test_a_module_that_is_gone_leaves_its_snapshots_unused(project: Project) -> 
 IN_USE = {
     "-k": (TWO, ["-k", "test_x"]),
     "skip inside": (TWO.replace("    assert record() == m", "    pytest.skip('x')\n    assert record() == m"), []),
-    "module skip": ("import pytest\npytest.skip('x', allow_module_level=True)\n" + TWO, []),
     "collect only": (FEWER, ["--collect-only"]),
 }
 
@@ -1525,8 +1360,3 @@ def test_a_mask_of_minus_infinity_is_finite_enough() -> None:
     )
     call = Call(root="a", root_training=False, index=0, started=0, finished=1, inputs=(mask,))
     assert nonfinite(Record(model="Net", layers={"a": Layer(name="a", type="A", calls=(call,))}, forwards=1)) is None
-
-
-def test_forwards_without_backward_are_no_training() -> None:
-    assert not is_training(Record(model="Net", forwards=3))
-    assert is_training(Record(model="Net", forwards=3, backwards=3))

@@ -21,7 +21,7 @@ from pytest_modelprobe.extras.scan.trials import Trials
         ("LlamaForCausalLM", "input_ids=4x16:128"),
         ("ViTForImageClassification", "pixel_values=2x3x64x64"),
         ("T5Model", "input_ids=4x16:128 decoder_input_ids=4x16:128"),
-        ("DeepseekV3ForCausalLM", "input_ids=4x16:128"),
+        pytest.param("DeepseekV3ForCausalLM", "input_ids=4x16:128", marks=pytest.mark.long),
     ],
 )
 def test_a_class_of_transformers_is_made_small_and_runs(name: str, expected: str) -> None:
@@ -32,6 +32,7 @@ def test_a_class_of_transformers_is_made_small_and_runs(name: str, expected: str
     assert sum(p.numel() for p in scanned.model.parameters()) < 1_000_000
 
 
+@pytest.mark.long
 def test_a_class_that_does_not_run_is_tried_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
