@@ -1,7 +1,7 @@
 """What a change that makes the package smaller must not move: lines of code, public names, records of the examples.
 
-``python tests/test_frozen.py`` writes the lines of code of `frozen.json` again. The public names in it are those that were
-there once: what is added since is not.
+``python tests/test_frozen.py`` writes the lines of code of `frozen.json` again. The public names in it are those
+that were there once: what is added since is not.
 """
 
 from __future__ import annotations

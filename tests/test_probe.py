@@ -26,11 +26,13 @@ from transformers import (
 from pytest_modelprobe import (
     ModelProbe,
     NothingObservedError,
+    SelectionError,
     UnsupportedModelError,
     UsageError,
     assert_finite,
     assert_grad_flow,
 )
+from pytest_modelprobe.capture import capture
 from pytest_modelprobe.record import IsolatedResponse, LiveRun, Reading, Record
 from pytest_modelprobe.runs.fakes import architecture
 from pytest_modelprobe.statistics import collect, reduce
@@ -269,7 +271,7 @@ BAD_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("call", ["run", "watch"])
+@pytest.mark.parametrize("call", ["run", "watch", "architecture"])
 @pytest.mark.parametrize("kind", BAD_MODELS)
 def test_what_cannot_be_probed_is_refused_with_a_sentence(probe: ModelProbe, kind: str, call: str) -> None:
     make, message = BAD_MODELS[kind]
@@ -298,6 +300,12 @@ def test_another_word_for_loss_or_mode_is_refused(probe: ModelProbe) -> None:
         probe.run(nn.Linear(2, 2), torch.ones(3, 2), mode="test")
     with pytest.raises(UsageError, match="loss is a function of the output, 'random' or None; got 'sum'"):
         probe.run(nn.Linear(2, 2), torch.ones(3, 2), loss="sum")
+
+
+def test_a_selector_that_matches_nothing_is_refused(probe: ModelProbe) -> None:
+    for call in (probe.watch, lambda m, **k: probe.run(m, torch.ones(1, 1, 8, 8), **k)):
+        with pytest.raises(SelectionError, match=r"'covn' .*conv"):
+            call(Net(), layers="covn")
 
 
 def test_a_model_without_numbers_cannot_run(probe: ModelProbe) -> None:
@@ -340,7 +348,7 @@ def test_what_cannot_be_meant_is_one_sentence(probe: ModelProbe, call: Any, mess
         call(probe)
 
 
-@pytest.mark.parametrize("loss", [None, "random"])
+@pytest.mark.parametrize("loss", [None, "random", lambda out: sum(out[1]).sum()], ids=["none", "random", "function"])
 def test_an_output_that_cannot_be_looked_into_is_an_error(probe: ModelProbe, loss: Any) -> None:
     class Opaque(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
@@ -498,6 +506,15 @@ def test_weights_are_read_before_a_step_that_calls_the_model_itself(probe: Model
     assert owned_by(watch.first) == before
 
 
+def test_weights_are_read_once_however_long_the_training(probe: ModelProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    read: list[object] = []
+    monkeypatch.setattr(capture, "read_parameters", lambda *_: read.append(_) or {})
+    watch = probe.watch(model)
+    descend(model, steps=3)
+    assert (watch._capture.forwards, len(read)) == (3, 1)
+
+
 def reading_of(tensor: torch.Tensor) -> Reading:
     (reading,) = collect([reduce(tensor)])
     return reading
@@ -535,6 +552,14 @@ def test_without_isolation_no_layer_is_called_alone(probe: ModelProbe, net: Net)
     record = probe.run(net, probe.randn(2, 1, 8, 8), isolate=False)
     assert live_run(record).isolated(record) is record
     assert live_run(record).measured(record).noise == "measured"
+
+
+def test_asking_more_leaves_no_trace(probe: ModelProbe, net: Net) -> None:
+    net(probe.randn(2, 1, 8, 8)).sum().backward()
+    before = everything(net)
+    record = probe.run(net, probe.randn(2, 1, 8, 8), loss="random", mode="eval")
+    live_run(record).measured(live_run(record).isolated(record))
+    assert everything(net) == before
 
 
 def test_a_record_that_is_stored_or_copied_can_ask_for_no_more(probe: ModelProbe) -> None:
@@ -604,7 +629,7 @@ def set_an_attribute(net: Net, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [write_silently, write_to_an_input, set_an_attribute],
+    [write_silently, write_to_an_input, train, set_an_attribute],
     ids=lambda change: change.__name__,
 )
 def test_of_a_model_that_was_changed_nothing_is_measured(
@@ -629,8 +654,27 @@ def test_the_architecture_of_a_mixture_of_experts_has_shapes() -> None:
     assert record["model.layers.0.mlp.experts"].output.shape == (12, 8)
 
 
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch has no grouped products")
+@pytest.mark.parametrize(
+    ("a", "b", "groups"), [((6, 16), (3, 16, 8), 3), ((3, 6, 16), (3, 16, 8), 0), ((8, 16), (16, 8), 2)]
+)
+def test_a_grouped_product_on_fakes_is_of_the_shape_of_a_real_one(
+    a: tuple[int, ...], b: tuple[int, ...], groups: int
+) -> None:
+    class Grouped(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+            return torch._grouped_mm(x, y, offs=ends)
+
+    ends = torch.tensor([(i + 1) * 2 for i in range(groups)], dtype=torch.int32) if groups else None
+    x, y = torch.ones(a), torch.ones(b)
+    real = Grouped()(x, y, ends)
+    output = architecture(Grouped(), x, y, ends)["(root)"].output
+    assert (output.shape, output.dtype) == (tuple(real.shape), "float32")
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_the_architecture_is_without_shapes_where_an_input_has_no_fake() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_the_architecture_is_without_shapes_where_an_input_has_no_fake(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
     (note,) = architecture(nn.Linear(4, 3), nested).notes
     assert note.startswith("structure without shapes: the forward cannot run on fake tensors (")

@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,24 @@ from torch import nn
 from pytest_modelprobe import (
     ModelProbe,
     NothingObservedError,
+    Record,
     UsageError,
     Watch,
     assert_finite,
     assert_no_dead_layers,
 )
 
-from .test_structure import Net, failure_of, run
-
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+def failure_of(assertion: Callable[..., None], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(AssertionError) as failure:
+        assertion(*args, **kwargs)
+    return str(failure.value)
+
+
+def run(model: nn.Module, *args: torch.Tensor, **kwargs: Any) -> Record:
+    return ModelProbe().run(model, *(args or (X,)), **kwargs)
 
 
 def linear(inputs: int = 6, outputs: int = 6, *, bias: float | None = 0.0, weight: float | None = None) -> nn.Linear:
@@ -35,6 +45,19 @@ def linear(inputs: int = 6, outputs: int = 6, *, bias: float | None = 0.0, weigh
         if weight is not None:
             layer.weight.fill_(weight)
     return layer
+
+
+class Net(nn.Module):
+    """A model from layers by name and a forward as a function of it."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self._run = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self, *args, **kwargs)
 
 
 # --- dead layers --------------------------------------------------------------------------------------------------

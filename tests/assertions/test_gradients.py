@@ -32,10 +32,14 @@ from pytest_modelprobe import (
 )
 from pytest_modelprobe.models import seeded
 
-from .test_structure import Net, failure_of
-
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 ASSERTIONS = [assert_grad_finite, assert_all_params_have_grad, assert_grad_flow]
+
+
+def failure_of(assertion: Callable[..., None], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(AssertionError) as failure:
+        assertion(*args, **kwargs)
+    return str(failure.value)
 
 
 def run(model: nn.Module, *args: torch.Tensor, loss: Any = "random", **kwargs: Any) -> Record:
@@ -50,6 +54,19 @@ def linear(inputs: int = 6, outputs: int = 6, *, weight: float | None = None) ->
             layer.weight.fill_(weight)
             layer.bias.zero_()
     return layer
+
+
+class Net(nn.Module):
+    """A model from layers by name and a forward as a function of it."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self._run = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self, *args, **kwargs)
 
 
 class Zero(nn.Module):
@@ -86,6 +103,14 @@ def test_a_layer_with_a_bad_derivative_is_named_by_its_input() -> None:
         f"It began in SqrtBackward0 at test_gradients.py:{line}, which made NaN of a finite gradient.\n"
         "\n"
         "Look there for sqrt or norm at 0, log at 0, a division by 0, or torch.where around one of them."
+    )
+
+
+def test_glue_between_layers_is_named_by_its_neighbors() -> None:
+    model = Net(lambda m, x: m.tail(torch.sqrt(m.zero(x)) * 0), zero=Zero(), tail=linear())
+    assert failure_of(assert_grad_finite, run(model)).startswith(
+        "gradient of zero output is not finite: 24 NaN of 24 elements, made between zero and tail; "
+        "1 of 3 layers looked at\n"
     )
 
 

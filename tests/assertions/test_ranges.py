@@ -183,6 +183,11 @@ def test_a_dead_layer_is_too_small() -> None:
         assert_activation_scale(record(model))
 
 
+def test_nothing_but_zeros_has_no_scale() -> None:
+    with pytest.raises(NothingObservedError, match=r"every output of the 2 layers looked at is zero, .root. among"):
+        assert_activation_scale(record(nn.Sequential(nn.ReLU()), torch.zeros(2, 2)))
+
+
 def test_nothing_finite_is_in_no_range() -> None:
     with pytest.raises(
         AssertionError, match=r"^layer '0' \(Identity\) output is outside \[0, 1\]: no element is finite"
@@ -230,3 +235,8 @@ def test_the_limits_are_those_of_torch() -> None:
 def test_an_unknown_dtype_names_those_there_are() -> None:
     with pytest.raises(UsageError, match="give one of float32, float16"):
         assert_fits_dtype(record(nn.Identity()), torch.int8)
+
+
+def test_headroom_is_no_share() -> None:
+    with pytest.raises(UsageError, match="1 or more"):
+        assert_fits_dtype(record(nn.Identity()), headroom=0.5)

@@ -19,8 +19,6 @@ from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError
 from pytest_modelprobe.probe import Watch
 from pytest_modelprobe.record import Record
 
-from .test_bit_for_bit import Call
-
 Pair = namedtuple("Pair", "left right")
 
 
@@ -28,6 +26,19 @@ Pair = namedtuple("Pair", "left right")
 class Result:
     logits: torch.Tensor
     loss: torch.Tensor | None = None
+
+
+class Call(nn.Module):
+    """A module whose forward is the function given; the modules given are its children."""
+
+    def __init__(self, function, **children):
+        super().__init__()
+        self.function = function
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
 
 
 def identities(names):
@@ -102,11 +113,13 @@ def test_each_call_records_what_goes_in_and_what_comes_out():
 @pytest.mark.parametrize(
     ("wrap", "path"),
     [
+        (lambda y: {"logits": y}, "output.logits"),
         (lambda y: {"a": {"b": [y]}}, "output.a.b[0]"),
         (lambda y: Result(y), "output.logits"),
         (lambda y: Pair(y.detach(), y), "output.right"),
+        (lambda y: [y.detach(), (y,)], "output[1][0]"),
     ],
-    ids=["nested", "dataclass", "namedtuple"],
+    ids=["dict", "nested", "dataclass", "namedtuple", "list"],
 )
 def test_a_structured_output_has_values_and_gradients(wrap, path):
     model = nn.Sequential(Call(lambda self, x: wrap(self.fc(x)), fc=linear(4, 2)))
@@ -132,6 +145,14 @@ def test_an_argument_that_cannot_be_opened_makes_the_inputs_unknown():
     with Watch(model) as watch:
         model(randn(2), object())
     assert not watch.record.layers["(root)"].calls[0].inputs_known
+
+
+def test_an_input_is_read_before_the_layer_overwrites_it():
+    model = nn.Sequential(linear(4, 8), nn.ReLU(inplace=True))
+    x = randn(3, 4)
+    with Watch(model) as watch:
+        model(x)
+    assert reads(value(watch.record, "1", "input").forward, model[0](x))
 
 
 def test_other_contents_at_the_same_place_are_read_again():
@@ -185,6 +206,14 @@ def test_units_follow_the_channels_of_the_producer():
     for name in ("0", "1", "2.0", "2", "(root)"):
         units = value(watch.record, name).forward.units
         assert (units.axis, len(units)) == (-3, 5)
+
+
+def test_units_of_a_container_are_those_of_what_was_made_inside():
+    inner = Call(lambda self, x: torch.sigmoid(self.relu(self.fc(x))), fc=linear(4, 4), relu=nn.ReLU())
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), inner)
+    with Watch(model) as watch:
+        model(randn(2, 3, 4, 4))
+    assert [value(watch.record, name).forward.units.axis for name in ("0", "1.fc", "1.relu", "1")] == [-3, -1, -1, -1]
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------
@@ -291,6 +320,16 @@ def test_parameters_that_are_unfrozen_replaced_or_made_while_they_are_watched_ha
     assert reads(parameter(watch.last, "0", "weight").gradient, model[0].weight.grad)
 
 
+def test_a_parameter_under_two_names_has_its_gradient_under_both():
+    model = nn.Sequential(linear(4, 4), linear(4, 4))
+    model[1].weight = model[0].weight
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+    assert reads(parameter(watch.record, "0", "weight").gradient, model[0].weight.grad)
+    assert reads(parameter(watch.record, "1", "weight").gradient, model[0].weight.grad)
+    assert parameter(watch.record, "1", "weight").tied_to == "0.weight"
+
+
 @pytest.mark.parametrize(
     ("module", "inputs", "inner"),
     [
@@ -351,6 +390,15 @@ def test_a_shared_module_called_twice_has_two_calls_each_with_its_gradient():
     assert [call.index for call in watch.record.layers["0"].calls] == [0, 1]
     assert reads(value(watch.record, "0", call=0).backward, expected)
     assert reads(value(watch.record, "0", call=1).backward, torch.ones(3, 4))
+
+
+def test_a_module_under_two_names_is_one_layer_with_an_alias():
+    shared = linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    with Watch(model) as watch:
+        model(randn(3, 4))
+    assert list(watch.record.layers) == ["(root)", "0", "1"]
+    assert watch.record.layers["0"].aliases == ("2",)
 
 
 def test_a_forward_is_any_outermost_call():
@@ -454,6 +502,36 @@ def test_a_forward_after_an_interrupted_one_is_recorded_rightly(stop):
     assert watch.record.forwards == 2
 
 
+def test_a_forward_inside_an_except_block_did_not_raise():
+    model = mlp()
+    with Watch(model) as watch:
+        outer = ValueError("an outer error")
+        try:
+            raise outer
+        except ValueError:
+            model(randn(3, 4))
+    assert not hasattr(outer, "__notes__")
+    assert value(watch.record, "2").shape == (3, 2)
+
+
+def test_a_pre_hook_of_the_user_that_raises_before_ours_leaves_the_stack_as_it_was():
+    def forward(self, x):
+        with contextlib.suppress(ValueError):
+            self.a(x)
+        return self.b(x)
+
+    def refuse(module, args):
+        raise ValueError
+
+    model = Call(forward, a=linear(4, 4), b=linear(4, 2))
+    model.a.register_forward_pre_hook(refuse)
+    with Watch(model) as watch:
+        model(randn(3, 4)).sum().backward()
+    assert watch.record.layers["a"].calls == ()
+    assert watch.record.layers["(root)"].calls[0].finished != -1
+    assert value(watch.record, "b").backward is not None
+
+
 # --- activation checkpointing ---------------------------------------------------------------------------------------
 
 
@@ -509,6 +587,20 @@ def test_a_recomputation_is_no_call_of_its_own(use_reentrant):
     assert calls["head"] == calls["tail"] == calls["(root)"] == [0]
 
 
+def test_two_forwards_before_one_backward_recompute_each_its_own():
+    model = checkpointed(True)
+    first, second = randn(3, 4), 2 * randn(3, 4)
+    with Watch(model) as expected:
+        model(first, False).sum().backward()
+        model(second, False).sum().backward()
+    with Watch(model) as watch:
+        (model(first, True).sum() + model(second, True).sum()).backward()
+    for name in ("segments.0.a", "segments.0.b", "segments.1.b"):
+        assert watch.record.layers[name].calls[0].recomputed == 2
+        assert value(watch.first, name).backward == value(expected.first, name).backward
+        assert value(watch.last, name).backward.statistics == value(expected.last, name).backward.statistics
+
+
 # --- tensors that cannot be read ------------------------------------------------------------------------------------
 
 
@@ -521,7 +613,7 @@ def test_meta_tensors_have_structure_and_the_reason():
     assert output.backward.reason == "meta tensor"
 
 
-@pytest.mark.parametrize("first", ["fake", "real"])
+@pytest.mark.parametrize("first", ["fake", "meta", "real"])
 def test_forwards_on_fake_or_meta_tensors_leave_the_numbers_of_the_others(first):
     model, x = mlp(), randn(3, 4)
     meta = {name: p.to("meta") for name, p in model.named_parameters()}
@@ -562,9 +654,10 @@ def plain_copies(loss, parameters):
     "differentiate",
     [
         lambda loss, parameters: torch.func.grad(loss)(parameters),
+        lambda loss, parameters: torch.func.vjp(loss, parameters)[1](torch.tensor(1.0)),
         plain_copies,
     ],
-    ids=["grad", "plain copies"],
+    ids=["grad", "vjp", "plain copies"],
 )
 def test_gradients_of_tensors_in_the_place_of_parameters_are_not_known(differentiate):
     model, x = mlp(), randn(3, 4)
@@ -594,6 +687,14 @@ def test_a_model_that_is_traced_is_not_recorded():
     assert watch.record.forwards == 0
 
 
+def test_a_model_that_is_exported_is_not_recorded():
+    model, x = mlp(), randn(3, 4)
+    expected = str(torch.export.export(model, (x,), strict=False).graph)
+    with Watch(model) as watch:
+        assert str(torch.export.export(model, (x,), strict=False).graph) == expected
+    assert watch.record.forwards == 0
+
+
 def train(model, x, optimizer):
     optimizer.zero_grad()
     model(x).square().mean().backward()
@@ -614,6 +715,15 @@ def test_what_runs_in_the_capture_of_a_cuda_graph_is_not_recorded(monkeypatch):
     record = watch.record
     assert (record.forwards, len(watch.steps), record.training.steps) == (2, 2, 2)
     assert "what ran while a CUDA graph was captured is not recorded, and no replay of a graph is" in record.notes
+
+
+def test_sparse_inputs_have_structure_and_the_reason():
+    model = Call(lambda self, x: torch.sparse.mm(x, self.weight))
+    model.weight = nn.Parameter(randn(4, 2))
+    with Watch(model) as watch:
+        model(torch.eye(4).to_sparse()).sum().backward()
+    assert value(watch.record, "(root)", "input").forward.reason == "sparse tensor"
+    assert reads(value(watch.record, "(root)").backward, torch.ones(4, 2))
 
 
 def test_no_element_is_read_of_tensors_on_another_device(monkeypatch):
@@ -766,6 +876,13 @@ def test_the_function_mode_does_not_outlive_a_forward(stop):
     with Watch(model, functionals=True), contextlib.suppress(ValueError, KeyboardInterrupt):
         model(randn(3))
         assert not modes()
+    assert not modes()
+
+
+def test_closing_inside_a_forward_leaves_the_function_mode():
+    model = Call(lambda self, x: (self.watch.close(), F.relu(x))[1])
+    model.__dict__["watch"] = Watch(model, functionals=True)
+    model(randn(3))
     assert not modes()
 
 
@@ -1041,6 +1158,21 @@ def test_what_a_hook_registered_later_makes_of_an_output_is_what_is_seen():
     assert watch.record.notes == ()
 
 
+def test_hooks_of_the_user_keep_their_order_and_their_results():
+    def run(watched):
+        order = []
+        model = nn.Sequential(linear(4, 3))
+        model[0].register_forward_hook(lambda *_: order.append("first"))
+        with Watch(model) if watched else contextlib.nullcontext():
+            model[0].register_forward_hook(lambda m, a, output: order.append("second") or output + 1)
+            model[0].register_forward_hook(lambda m, a, output: order.append("third") or output * 2)
+            model[0].register_forward_hook(lambda *_: order.append("before all"), prepend=True)
+            model[0].register_forward_hook(lambda *_: order.append("always"), always_call=True)
+            return [*order, *model(randn(2, 4)).flatten().tolist(), *order]
+
+    assert run(watched=True) == run(watched=False)
+
+
 def test_the_error_of_a_forward_passes_where_a_hook_was_registered_as_it_began():
     def register(module, _):
         module.register_forward_hook(lambda *_: None)
@@ -1071,3 +1203,12 @@ def test_a_nested_tensor_has_the_lengths_of_its_parts_for_shape(modelprobe, layo
     assert record["fc"].output.forward.reason == "nested tensor"
     assert record["act"].calls[0].inputs[0].source == "fc output"
     assert Record.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_inside_torchs_own_encoder_are_seen(modelprobe):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    padding = torch.tensor([[False, False, False, False], [False, False, True, True]])
+    with torch.no_grad():
+        record = modelprobe.run(model, randn(2, 4, 8), src_key_padding_mask=padding)
+    assert record["layers.1"].output.shape == (2, (2, 4), 8)

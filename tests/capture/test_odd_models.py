@@ -19,8 +19,6 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.models.flatten import flatten, map_tensors
 from pytest_modelprobe.probe import Watch
 
-from .test_bit_for_bit import Call
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit"),  # torch itself scripts functions for the forward mode
     pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*:DeprecationWarning"),
@@ -35,6 +33,19 @@ def odd(function):
     """Add a case: it returns a model and its arguments."""
     CASES[function.__name__.replace("_", " ").strip()] = function
     return function
+
+
+class Call(nn.Module):
+    """A module whose forward is the function given; the modules given are its children."""
+
+    def __init__(self, function, **children):
+        super().__init__()
+        self.function = function
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
 
 
 def fc(size=4, out=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
-from pytest_modelprobe.checks import Check, Outcome, battery
+from pytest_modelprobe.checks import Check, Outcome, battery, rounding
 from pytest_modelprobe.checks.check import StateCheck
+from pytest_modelprobe.checks.positions import masked_out
+from pytest_modelprobe.checks.session import PreparedModel
+from pytest_modelprobe.models import CallTracer, ModuleCall
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH = 8, 2, 11, 6, 4
 ALL: dict[str, Check] = {name: one for name in checks.__all__ if isinstance(one := getattr(checks, name), Check)}
@@ -109,6 +113,12 @@ def named(outcome: Outcome) -> str | None:
 
 
 @pytest.fixture
+def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
+    return ModelProbe()
+
+
+@pytest.fixture
 def ids(probe: ModelProbe) -> Tensor:
     return probe.randint(0, WORDS, (BATCH, LENGTH))
 
@@ -179,6 +189,12 @@ def test_as_an_assertion_it_raises_the_text_of_the_outcome(
     with pytest.raises(AssertionError) as error:
         checks.causal(probe, net, ids)
     assert str(error.value) == str(checks.causal.outcome(probe, net, ids))
+
+
+def test_as_an_assertion_it_returns_the_outcome_of_a_property_that_holds(
+    probe: ModelProbe, net: Any, ids: Tensor
+) -> None:
+    assert checks.causal(probe, net, ids) == checks.causal.outcome(probe, net, ids)
 
 
 def test_as_an_assertion_it_refuses_what_it_means_nothing_for(probe: ModelProbe, net: Any, ids: Tensor) -> None:
@@ -341,6 +357,17 @@ def test_a_path_that_is_rarely_dropped_in_evaluation_is_random(probe: ModelProbe
     assert checks.eval_stable(probe, unused, probe.randn(1, 4)).text.startswith("3 outputs in 53 runs")
 
 
+def test_an_error_of_what_follows_the_layers_is_not_the_models(probe: ModelProbe, rows: Tensor) -> None:
+    def before(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        raise NotImplementedError("no such operation")
+
+    with PreparedModel(probe, nn.Linear(6, 2), (rows,)).ready() as prepared:
+        tracer = CallTracer(prepared.layers.modules, ModuleCall, before=before)
+        said = r"^the layers cannot be followed: NotImplementedError: no such operation$"
+        with tracer, pytest.raises(checks.NotApplicableError, match=said):
+            prepared.reference()
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_an_encoder_that_nests_its_padded_rows_is_healthy(probe: ModelProbe) -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=True), 2)
@@ -376,6 +403,12 @@ def test_a_softmax_over_the_batch_mixes_it(probe: ModelProbe, net: Any, attn: At
 def test_a_norm_over_the_batch_mixes_it(probe: ModelProbe, net: Any, ids: Tensor) -> None:
     planted(net.blocks[1].norm2, forward=lambda self, x: (x - x.mean(0)) / x.std(0))
     assert named(checks.batch_independent.outcome(probe, net, ids)) == "blocks.1.norm2"
+
+
+def test_a_batch_size_in_a_view_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.any_batch_size.outcome(probe, between(lambda x: x.view(5, 6)), rows)
+    assert named(found) == "2"
+    assert found.text.startswith("layer '2' (Layer) takes no batch of 1, only of 5: layer '2' raised RuntimeError")
 
 
 # --- sequence -----------------------------------------------------------------------------------------------------
@@ -443,6 +476,21 @@ def test_a_mask_kept_of_another_batch_is_named(
 
 def test_an_activation_that_writes_into_the_input_is_named(probe: ModelProbe, rows: Tensor) -> None:
     model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), nn.Identity())
+    assert named(checks.inputs_unchanged_by_forward.outcome(probe, model, rows)) == "1"
+
+
+def test_code_between_two_layers_that_writes_into_the_input_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc1(x)
+            x += 1
+            return self.fc2(h)
+
+    model = nn.Sequential(nn.Identity(), Inner(), nn.Identity())
     assert named(checks.inputs_unchanged_by_forward.outcome(probe, model, rows)) == "1"
 
 
@@ -576,6 +624,17 @@ def test_a_layer_that_is_another_after_a_copy_is_named(probe: ModelProbe, rows: 
     assert named(checks.copy_and_pickle.outcome(probe, between(layer), rows)) == "2"
 
 
+def test_what_a_device_without_float64_holds_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.dtype] = []
+    cpu = Tensor.cpu
+    monkeypatch.setattr(rounding, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor.dtype) or cpu(tensor))
+    assert rounding.relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == 0.1
+    assert rounding.relative_error(torch.tensor([3, 4]), torch.tensor([3, 9])) == 1.0
+    assert rounding.as_double(torch.ones(1)).dtype == torch.float64
+    assert moved == [torch.float32] * 2 + [torch.int64] * 2 + [torch.float32]
+
+
 # --- elsewhere and otherwise --------------------------------------------------------------------------------------
 
 
@@ -615,6 +674,23 @@ def test_an_average_that_is_kept_on_the_cpu_follows_a_model_on_cuda() -> None:
     assert named(outcome(0.5)) == "0.weight"
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_masks_on_the_cpu_and_ids_of_padding_on_cuda_say_together_what_is_left_out() -> None:
+    class Masked(nn.Module):
+        config = types.SimpleNamespace(pad_token_id=0)
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return F.one_hot(ids, 9) * attention_mask[..., None]
+
+    probe = ModelProbe(device="cuda", seed=0)
+    ids, mask = torch.tensor([[3, 4, 0, 5], [1, 2, 6, 8]], device="cuda"), torch.ones(2, 4)
+    mask[1, 3] = 0
+    with PreparedModel(probe, Masked(), (ids, mask)).ready() as prepared:
+        left_out = masked_out(prepared, "input[0]", 1).positions
+    assert left_out.tolist() == [[False, False, True, False], [False, False, False, True]]
+
+
 def test_a_dtype_written_into_the_code_is_named(probe: ModelProbe, rows: Tensor) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Layer(lambda x: x.float()), nn.Tanh())
     assert named(checks.dtype_parity.outcome(probe, model, rows)) == "2"
@@ -623,6 +699,11 @@ def test_a_dtype_written_into_the_code_is_named(probe: ModelProbe, rows: Tensor)
 def test_an_overflow_of_half_precision_is_named(probe: ModelProbe, rows: Tensor) -> None:
     model = between(lambda x: x * 1e6)
     assert named(checks.dtype_parity.outcome(probe, model, rows, dtype=torch.float16)) == "2"
+
+
+def test_a_difference_that_the_model_amplifies_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: (1 + 1e-9 * x) - 1)
+    assert named(checks.dtype_parity.outcome(probe, model, rows)) == "2"
 
 
 def test_a_view_that_wants_contiguous_rows_is_named(probe: ModelProbe, images: Tensor) -> None:
@@ -809,6 +890,13 @@ def test_a_softmax_before_a_cross_entropy_does_not_learn(probe: ModelProbe, rows
     assert checks.overfits_batch(probe, model, rows, loss=lambda y: F.cross_entropy(y, labels)).verdict == "holds"
     twice = checks.overfits_batch.outcome(probe, model, rows, loss=lambda y: F.cross_entropy(y.softmax(-1), labels))
     assert named(twice) == "(root)"
+
+
+def test_a_part_that_never_moves_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Layer(lambda x: x.detach()), nn.Linear(6, 1), nn.Sigmoid())
+    found = checks.overfits_batch.outcome(probe, model, rows, loss=lambda y: (y + 1).mean())
+    assert named(found) == "0.weight"
+    assert "4 parameters never moved" in found.text
 
 
 def test_a_model_of_a_narrow_dtype_is_trained(probe: ModelProbe, rows: Tensor) -> None:

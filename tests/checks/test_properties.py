@@ -30,6 +30,12 @@ class Code(nn.Module):
         return self.code(self, *args, **kwargs)
 
 
+@pytest.fixture
+def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
+    return ModelProbe()
+
+
 # --- batch --------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +169,18 @@ def test_float32_that_reaches_the_output_or_a_layer_is_named(probe: ModelProbe, 
     assert found.layer == layer
 
 
+def test_what_runs_in_a_narrower_dtype_alone_is_said_to(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: x + torch.full((), torch.finfo(x.dtype).min) * 0, fc=nn.Linear(3, 3))
+    found = checks.dtype_parity.outcome(probe, model, probe.randn(3, 3))
+    assert found.text.startswith("the model runs in bfloat16 and not in float64: (root) raised RuntimeError: value")
+
+
+def test_targets_that_are_inputs_go_with_each_part_of_the_batch(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, y: F.mse_loss(self.fc(x), y), fc=nn.Linear(4, 5))
+    found = checks.gradient_accumulation(probe, model, probe.randn(3, 4), targets(probe), loss=lambda loss: loss)
+    assert found.verdict == "holds"
+
+
 class WrongAlone(torch.autograd.Function):
     """Gives a batch of one row another gradient than a larger batch."""
 
@@ -196,6 +214,11 @@ def test_gradients_that_cancel_everywhere_are_rounding_in_parts_too(
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 5), last)
     assert checks.gradient_accumulation(probe, model, probe.randn(3, 4), loss=loss).verdict == "holds"
+
+
+def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match="loss= raised AttributeError"):
+        checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=lambda o: o.nothing)
 
 
 def test_a_loss_of_float32_is_too_coarse_for_finite_differences(probe: ModelProbe) -> None:
@@ -265,6 +288,17 @@ def test_an_average_that_was_never_updated_copies_first(probe: ModelProbe) -> No
     assert "its first update copies the model" in found.text
 
 
+def test_a_parameter_that_is_not_in_the_average_is_told(probe: ModelProbe) -> None:
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+
+    def updates() -> None:
+        with torch.no_grad():
+            average.weight.lerp_(model.weight, 0.1)
+
+    found = checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
+    assert found.text.startswith("bias is not in the average\n")
+
+
 # --- sequence -----------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +334,11 @@ def test_a_mask_of_positions_by_positions_is_none_of_padding(probe: ModelProbe, 
     assert found.text.startswith("no argument of shape (2, 8), the batch and axis 1 of input, is called a mask")
 
 
+def test_a_square_mask_may_be_one_of_positions_by_positions(probe: ModelProbe, encoder: nn.Module) -> None:
+    found = checks.padding_invariant.outcome(probe, encoder, probe.randn(8, 8, 8), src_mask=torch.zeros(8, 8))
+    assert found.text.startswith("there are as many rows as positions, 8: ")
+
+
 def test_a_mask_of_floats_is_added(probe: ModelProbe, encoder: nn.Module) -> None:
     mask = torch.zeros(2, 8)
     found = checks.padding_invariant(probe, encoder, probe.randn(2, 8, 8), src_key_padding_mask=mask)
@@ -315,6 +354,13 @@ def test_true_in_a_pad_mask_is_what_is_masked(probe: ModelProbe) -> None:
 def test_a_tensor_under_mask_hides_no_fault(probe: ModelProbe) -> None:
     found = checks.padding_invariant.outcome(probe, Blind(), probe.randn(2, 8, 3), mask=torch.ones(2, 8))
     assert found.layer == "(root)"
+
+
+def test_a_mask_of_another_shape_is_none_of_padding(probe: ModelProbe) -> None:
+    found = checks.padding_invariant.outcome(
+        probe, Blind(), probe.randn(2, 8, 3), mask="weights", weights=torch.ones(2, 3)
+    )
+    assert found.text == "weights has the shape (2, 3), not (batch, positions), here (2, 8)"
 
 
 def test_a_mask_that_is_not_there_is_refused(probe: ModelProbe) -> None:
@@ -473,6 +519,14 @@ def test_a_parameter_that_was_cast_after_it_was_made_is_named(probe: ModelProbe)
     assert outcome.text.startswith("0.scale is a tensor computed from a parameter that the model has not registered")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm`:FutureWarning")
+def test_weights_that_a_norm_computes_need_no_registering(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)))
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    assert checks.registered(probe, model).verdict == "holds"
+
+
 class Forgetful(nn.Module):
     """Loads all but one tensor."""
 
@@ -511,6 +565,18 @@ def test_what_cannot_be_copied_is_named(probe: ModelProbe) -> None:
     found = checks.copy_and_pickle.outcome(probe, nn.Sequential(nn.Linear(3, 3), layer), probe.randn(2, 3))
     assert found.layer == "1"
     assert found.text.startswith("layer '1' (Linear) cannot be copied: RuntimeError: Only Tensors created explicitly")
+
+
+def test_integers_that_nothing_wrote_to_are_named(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("order", torch.empty(5, dtype=torch.long))
+        return model
+
+    model = factory()
+    model.order.zero_()  # type: ignore[operator]
+    found = checks.initialized.outcome(probe, model, factory=factory)
+    assert found.text.startswith("order is not initialized: 5 of 5 elements were never written to\n")
 
 
 def test_a_module_that_is_hidden_on_purpose_needs_no_registering(probe: ModelProbe) -> None:

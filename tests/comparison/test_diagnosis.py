@@ -95,8 +95,60 @@ class Looped(nn.Module):
         return x
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mine = (x[:, 0] > 0) == bool(i)
+            if mine.any():
+                out[mine] = expert(x[mine])
+        return out
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Softplus()
+        self.mixture = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mixture(self.act(x))
+
+
 def convolutional() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=3, n_head=2, use_cache=False, attn_pdrop=0, resid_pdrop=0,
+        embd_pdrop=0, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+class Quantizer(nn.Module):
+    """Replaces vectors by the nearest of its own, which move to the mean of what they replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("vectors", torch.linspace(-2, 2, 16 * 12).view(12, 16).t().contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nearest = torch.cdist(x, self.vectors).argmin(-1)
+        chosen = self.vectors[nearest]
+        found = nn.functional.one_hot(nearest, len(self.vectors)).to(x.dtype)
+        means = found.t() @ x.detach() / found.sum(0).clamp(min=1)[:, None]
+        self.vectors.lerp_(means, 0.1)
+        return x + (chosen - x).detach()
+
+
+def quantized() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12), Quantizer(), nn.Linear(12, 4))
 
 
 class Shared(nn.Module):
@@ -117,8 +169,11 @@ INPUTS: dict[Callable[[], nn.Module], torch.Tensor] = {
     Net: IDS,
     Two: PROBE.randn(2, 8),
     Looped: PROBE.randn(2, 8),
+    quantized: PROBE.randn(32, 12),
     Shared: PROBE.randn(2, 8),
+    Routed: PROBE.randn(2, 8),
     convolutional: IMAGES,
+    gpt2: IDS,
 }
 
 
@@ -175,16 +230,18 @@ def with_forward(layer: str, forward: Callable[..., Any]) -> Edit:
 isolated_and_not = pytest.mark.parametrize("alone", [True, False], ids=["isolated", "propagation"])
 
 
-def test_of_nothing_there_is_no_cause() -> None:
-    diagnosis = diagnosed()
+@isolated_and_not
+def test_of_nothing_there_is_no_cause(alone: bool) -> None:
+    diagnosis = diagnosed(alone=alone)
     assert (diagnosis.causes, diagnosis.possible, diagnosis.moved, diagnosis.unknown) == ((), (), (), None)
 
 
 # --- 0: input and seed --------------------------------------------------------------------------------------------
 
 
-def test_another_input_accuses_nothing_else() -> None:
-    diagnosis = diagnosed(x=PROBE.randint(0, 32, (2, 6), name="other"))
+@isolated_and_not
+def test_another_input_accuses_nothing_else(alone: bool) -> None:
+    diagnosis = diagnosed(x=PROBE.randint(0, 32, (2, 6), name="other"), alone=alone)
     assert causes(diagnosis) == [("input", "(root)", "input")]
     assert diagnosis.possible == ()
 
@@ -281,10 +338,18 @@ def test_another_seed_is_the_first_cause() -> None:
 # --- 1: architecture and attributes -------------------------------------------------------------------------------
 
 
+@isolated_and_not
 @pytest.mark.parametrize(("blocks", "what"), [(4, "added"), (2, "removed")])
-def test_a_block_more_or_less_accuses_neither_its_container_nor_what_comes_after(blocks: int, what: str) -> None:
-    diagnosis = diagnosed(new=lambda: Net(blocks))
+def test_a_block_more_or_less_accuses_neither_its_container_nor_what_comes_after(
+    blocks: int, what: str, alone: bool
+) -> None:
+    diagnosis = diagnosed(new=lambda: Net(blocks), alone=alone)
     assert causes(diagnosis) == [("architecture", f"blocks.{max(blocks - 1, 2)}", what)]
+
+
+def test_a_container_renamed_is_one_cause() -> None:
+    old, new = (PROBE.architecture(nn.ModuleDict({name: nn.Sequential(nn.ReLU())})) for name in ("old", "new"))
+    assert causes(diagnose(compare(new, old))) == [("architecture", "new", "renamed")]
 
 
 def test_another_type_is_the_cause_of_its_own_answer() -> None:
@@ -325,6 +390,14 @@ def test_a_frozen_parameter_is_the_one_cause_of_its_missing_gradient() -> None:
     assert causes(diagnosis) == [("architecture", "blocks.1.up", "weight requires_grad")]
 
 
+@isolated_and_not
+def test_an_expert_that_gets_no_token_any_more_accuses_no_code(alone: bool) -> None:
+    def edit(model: nn.Module) -> None:
+        model.act.forward = lambda x: -nn.functional.softplus(x)
+
+    assert causes(diagnosed(edit, Routed, alone=alone)) == [("computation", "act", "")]
+
+
 # --- 2: weights and buffers ---------------------------------------------------------------------------------------
 
 
@@ -337,12 +410,13 @@ def test_weights_that_changed_are_the_cause_of_what_follows(alone: bool) -> None
     assert not diagnosis.redrawn
 
 
-def test_all_weights_changed_accuses_no_code() -> None:
+@isolated_and_not
+def test_all_weights_changed_accuses_no_code(alone: bool) -> None:
     def edit(model: nn.Module) -> None:
         for parameter in model.parameters():
             parameter.data.mul_(1.1)
 
-    assert {kind for kind, _, _ in causes(diagnosed(edit))} == {"weights"}
+    assert {kind for kind, _, _ in causes(diagnosed(edit, alone=alone))} == {"weights"}
 
 
 def as_if_drawn_anew(model: nn.Module) -> None:
@@ -379,12 +453,42 @@ def test_the_structure_of_a_layer_comes_before_the_weights_that_follow_from_it()
     assert causes(found) == [("attribute", "0", "padding_idx"), ("weights", "0", "weight")]
 
 
+def test_a_dropout_that_changed_comes_before_the_running_statistics_of_another_training() -> None:
+    def factory() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Linear(8, 8)
+        ).eval()
+
+    def trained(model: Any) -> Any:
+        for i in (0, 3, 4):
+            model[i].weight.data.mul_(1.1).add_(0.01)
+        model[1].running_mean.add_(0.01)
+        model[2].p = 0.5
+        return model
+
+    x = PROBE.randn(4, 8)
+    old, new = recorded(factory(), x), recorded(trained(factory()), x)
+    found = diagnose(compare(new, old))
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [
+        ("attribute", "2"), ("buffers", "1"), ("weights", "(root)"),
+    ]  # fmt: skip
+
+
 def test_a_buffer_is_told_as_one() -> None:
     old, new = PROBE.build(convolutional).eval(), PROBE.build(convolutional).eval()
     new[1].running_mean.add_(1.0)
     expected = recorded(old, IMAGES)
     diagnosis = diagnose(compare(recorded(new, IMAGES, like=expected), expected))
     assert causes(diagnosis) == [("buffers", "1", "running_mean")]
+
+
+def test_a_quantizer_is_named_for_its_own_code_alone() -> None:
+    def edit(model: Any) -> None:
+        model[2].forward = lambda x: Quantizer.forward(model[2], x.tanh())
+
+    diagnosis = diagnosed(edit, quantized)
+    assert [layer for _, layer, _ in causes(diagnosis)] == ["2"]
+    assert diagnosis.possible == ()
 
 
 def test_what_a_batch_norm_leaves_is_its_own_doing() -> None:
@@ -462,9 +566,10 @@ def test_by_propagation_only_the_first_of_several_is_named_and_the_rest_is_not_j
     assert "blocks.2" in diagnosis.not_judged
 
 
-def test_a_layer_that_is_not_called_any_more_accuses_its_caller() -> None:
+@isolated_and_not
+def test_a_layer_that_is_not_called_any_more_accuses_its_caller(alone: bool) -> None:
     forward = with_forward("blocks.1", lambda self, x: x + self.down(self.act(self.up(x))))
-    diagnosis = diagnosed(forward)
+    diagnosis = diagnosed(forward, alone=alone)
     assert causes(diagnosis) == [("computation", "blocks.1", "before up")]
 
 
@@ -476,6 +581,15 @@ def test_an_input_from_another_layer_is_a_rewiring() -> None:
     (cause,) = diagnosed(with_forward("", forward), Two, alone=False).causes
     assert (cause.kind, cause.layer, cause.what) == ("computation", "(root)", "between b and out")
     assert cause.hints == ("out input a output → b output",)
+
+
+def test_children_called_in_another_order_are_no_change_of_code() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        self.b(x)
+        return self.out(a)
+
+    assert diagnosed(with_forward("", forward), Two).comparison.same
 
 
 # --- 4: gradients -------------------------------------------------------------------------------------------------
@@ -573,6 +687,14 @@ def test_the_first_on_the_way_back_is_the_cause(alone: bool) -> None:
     assert {kind for kind, _, _ in causes(diagnosis)} == {"gradient"}
 
 
+def test_a_gradient_reversed_between_two_layers_is_told_of_the_code_between_them() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(Reversed.apply(self.up(self.norm(x)))))
+
+    (cause,) = diagnosed(with_forward("blocks.1", forward), alone=False).causes
+    assert cause_text(cause) == "blocks.1: gradient changed between up and act"
+
+
 # --- real architectures -------------------------------------------------------------------------------------------
 
 
@@ -584,6 +706,11 @@ def attribute(layer: str, name: str, value: object) -> Edit:
     ("factory", "edit", "expected"),
     [
         (
+            gpt2,
+            with_forward("transformer.h.1.mlp", lambda self, x: self.c_proj(self.act(self.c_fc(x)) * 1.1)),
+            [("computation", "transformer.h.1.mlp", "between act and c_proj")],
+        ),
+        (
             Shared,
             with_forward("", lambda self, x: self.head(self.fc(2 * self.fc(x)))),
             [("computation", "(root)", "between fc and fc (call 2)")],
@@ -594,7 +721,7 @@ def attribute(layer: str, name: str, value: object) -> Edit:
             [("weights", "fc", "weight")],
         ),
     ],
-    ids=["shared glue", "tied weights"],
+    ids=["gpt2 glue", "shared glue", "tied weights"],
 )
 def test_one_change_in_a_real_model_is_the_one_cause(
     factory: Any, edit: Edit, expected: list[tuple[str, str, str]]
@@ -1119,6 +1246,37 @@ def test_a_new_attribute_does_not_excuse_the_code_beside_it() -> None:
     assert [cause_text(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
 
 
+class Buffered(Scaling):
+    """Holds a table that it does not use."""
+
+    def __init__(self, scale: float = 1.0, *, persistent: bool = False, trainable: bool = True) -> None:
+        super().__init__(scale)
+        self.gain = nn.Parameter(torch.ones(()), requires_grad=trainable)
+        self.register_buffer("table", torch.arange(7), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * super().forward(x)
+
+
+def test_a_table_that_went_does_not_excuse_the_code_beside_it() -> None:
+    def bare() -> nn.Module:
+        model = Buffered(1.5)
+        del model.table
+        return model
+
+    found = refactored(lambda: Buffered(1.1), bare)
+    assert cause_text(found.causes[0]) == "(root): own code changed between a and b"
+    assert found.causes[0].change is not None
+    assert [cause.change for cause in found.causes[1:]] == [None]
+
+
+@pytest.mark.parametrize("option", [{"persistent": True}, {"trainable": False}])
+def test_what_is_saved_or_trained_does_not_excuse_the_code_beside_it(option: Any) -> None:
+    found = refactored(Buffered, lambda: Buffered(1.5, **option))
+    assert cause_text(found.causes[0]) == "(root): own code changed between a and b"
+    assert [cause.change for cause in found.causes[1:]] == [None]
+
+
 class Spare(Scaling):
     """Holds a parameter that it multiplies by or does not use, or none."""
 
@@ -1235,6 +1393,38 @@ def test_a_layer_that_passed_on_its_input_and_is_called_less_or_more_is_no_other
     assert not found.possible
 
 
+class Ordered(nn.Module):
+    """Calls its layers in an order."""
+
+    def __init__(self, *order: str, passing: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), passing
+        self._order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self._order:
+            x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("now", "kinds"),
+    [
+        (("a", "drop", "b"), ["weights"]),
+        (("b", "drop", "a"), ["computation", "weights"]),
+    ],
+)
+def test_a_layer_that_passed_on_its_input_and_is_called_elsewhere_is_no_other_code(
+    now: tuple[str, ...], kinds: list[str]
+) -> None:
+    found = refactored(
+        lambda: in_a_row(lambda: Ordered("drop", "a", "b", passing=nn.Dropout(0.1))),
+        lambda: trained_again(in_a_row(lambda: Ordered(*now, passing=nn.Dropout(0.1)))),
+    )
+    assert [cause.kind for cause in found.causes] == kinds
+    assert not found.possible
+
+
 def test_code_after_a_layer_that_passed_on_its_input_is_named_where_the_run_shows_it() -> None:
     def scaled(self: Any, x: torch.Tensor) -> torch.Tensor:
         return 2 * Dropping.forward(self, x)
@@ -1252,8 +1442,33 @@ def test_a_layer_that_did_something_and_is_called_no_longer_is_another_code(pass
     assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "1")
 
 
+class InARow(nn.Module):
+    """Calls three layers one by one, or as one."""
+
+    def __init__(self, scale: float = 1.0, *, as_one: bool = False) -> None:
+        super().__init__()
+        self._scale = [scale]  # a list of a private name is no attribute of a record
+        self.layers = (nn.Sequential if as_one else lambda *layers: nn.ModuleList(layers))(
+            *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self._scale[0]
+        if isinstance(self.layers, nn.Sequential):
+            return self.layers(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def in_a_row(make: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), make())
+
+
+def test_layers_called_as_one_are_no_other_code_in_a_model_that_was_trained_again() -> None:
+    found = refactored(lambda: in_a_row(InARow), lambda: trained_again(in_a_row(lambda: InARow(as_one=True))))
+    assert "computation" not in {cause.kind for cause in found.causes}
+    assert not found.possible
 
 
 class Called(nn.Module):
@@ -1317,6 +1532,31 @@ def test_a_gradient_that_is_cut_is_told_beside_a_removed_layer_that_did_nothing(
     assert not any(cause.kind == "gradient" for cause in kept.causes)
 
 
+def activated(*, layer: bool, norm: bool) -> nn.Module:
+    """Return a layer that is activated, by a function or by a layer, and perhaps normalized."""
+
+    class Activated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+            if layer:
+                self.act = nn.GELU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.act(self.one(x)) if layer else nn.functional.gelu(self.one(x))
+            return self.norm(x) if norm else x
+
+    return nn.Sequential(Activated())
+
+
+def test_a_layer_that_is_no_longer_called_is_told_beside_an_added_one() -> None:
+    old = functools.partial(activated, layer=False, norm=True)
+    missing = refactored(old, lambda: trained_again(activated(layer=True, norm=False)))
+    kept = refactored(old, lambda: trained_again(activated(layer=True, norm=True)))
+    assert "0: own code no longer calls norm" in map(cause_text, missing.causes)
+    assert not any(cause.kind == "computation" for cause in kept.causes)
+
+
 class Router(nn.Module):
     """Gives each sample to one of four experts."""
 
@@ -1344,6 +1584,24 @@ def test_a_router_with_other_weights_may_choose_another_expert() -> None:
     assert [cause.layer for cause in found.causes] == ["router"]
     assert [cause_text(cause) for cause in found.possible] == ["(root): own code no longer calls experts.0"]
     assert found.possible[0].hints == ("which of these layers it calls may depend on numbers that changed",)
+
+
+def test_a_gradient_that_is_cut_is_told_beside_a_class_of_another_name() -> None:
+    class Cut(Flagged):
+        def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+            return self.fc(x.detach())
+
+    def other() -> nn.Module:
+        model = Scaling()
+        model.b = Cut()
+        return model
+
+    found = diagnose(
+        compare(
+            *(recorded(PROBE.build(make), PROBE.randn(4, 8), alone=False) for make in (other, Scaling)),
+        )
+    )
+    assert {cause.kind for cause in found.causes} == {"architecture", "gradient"}
 
 
 # --- a refactoring that leaves the function as it was ---------------------------------------------------------------
@@ -1426,6 +1684,39 @@ def test_an_attribute_has_no_effect_on_a_layer_that_gives_out_what_it_gave() -> 
     told = {cause.layer: cause.change for cause in found.causes}
     assert told["read"] is None
     assert first_line(found).startswith("(root): own code changed after head: by ")
+
+
+class Projections(nn.Module):
+    """Of queries and keys; what both are made of is computed once, or for each by itself."""
+
+    def __init__(self, scale: float, shared: bool) -> None:
+        super().__init__()
+        self.queries, self.keys, self.out = Projection(scale), nn.Linear(8, 8), nn.Linear(8, 8)
+        self._shared = [shared]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = x + 1
+        queries = self.queries(given)
+        keys = self.keys(given if self._shared[0] else x + 1)
+        return self.out(queries * keys)
+
+
+class Projection(nn.Linear):
+    def __init__(self, scale: float) -> None:
+        super().__init__(8, 8)
+        self._scale = {"of outputs": scale}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self._scale["of outputs"]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["the same input", "another input"])
+def test_a_layer_beside_gets_the_same_and_makes_up_for_nothing(shared: bool) -> None:
+    def model(scale: float) -> nn.Module:
+        return nn.Sequential(Projections(scale, shared), nn.Linear(8, 8))
+
+    found = rewritten(lambda: model(1.0), lambda: model(2.0), INPUTS[Two])
+    assert [(cause.layer, cause.hints) for cause in found.causes] == [("0.queries", ("scaled by 2",))]
 
 
 def test_a_layer_that_grows_is_not_said_to_change_by_a_share() -> None:
@@ -1537,6 +1828,31 @@ def test_a_block_that_is_shared_now_is_said_to_be_the_other_one_again() -> None:
     assert "second added: Linear, it was first again" in {
         cause_text(cause) for cause in refactored(shared, apart).causes
     }
+
+
+class Passing(nn.Module):
+    """Hands a flag that nothing looks at to what is inside it."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.inside = nn.Linear(8, 8), nn.ModuleList(inside)
+        self._given = [{}]
+
+    def forward(self, x: torch.Tensor, flag: bool | None = None) -> torch.Tensor:
+        for module in self.inside:
+            x = module(x, **(self._given[0] or {"flag": flag}))
+        return self.fc(x)
+
+
+def test_an_argument_that_went_and_that_nobody_uses_is_noted_of_who_gave_it() -> None:
+    def build(given: dict[str, bool]) -> nn.Module:
+        model = Passing(Passing(Passing()))
+        model._given = [given]
+        return model
+
+    found = refactored(lambda: build({"flag": True}), lambda: build({}))
+    assert found.same
+    assert "(root): own code no longer gives inside.0 flag" in map(cause_text, found.notes)
 
 
 # --- what a container makes for its children ----------------------------------------------------------------------
@@ -1718,6 +2034,45 @@ def test_a_mask_in_another_dtype_that_masks_others_is_named() -> None:
     )
 
 
+def test_a_dtype_that_decides_what_a_mask_of_everything_does_is_the_cause() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            scores = self.q(x) @ x.transpose(-1, -2)
+            weights = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
+            return weights.softmax(-1).nan_to_num() @ x
+
+    def floats(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(6, 6).masked_fill(~none_of_the_last(x), -1e9)
+
+    def none_of_the_last(x: torch.Tensor) -> torch.Tensor:
+        return seen(x) & (torch.arange(6) < 5)[:, None]
+
+    old, new = Windowed(floats), Windowed(none_of_the_last)
+    old.attn, new.attn = Summed(), Summed()
+    line = first_line(diagnosed_pair(old, new))
+    assert line.startswith(
+        "(root): own code gives attn mask (6, 6) bool, not (6, 6) float32: the model's output changed by "
+    )
+
+
+def test_positions_that_are_counted_otherwise_are_named() -> None:
+    class Positions(nn.Module):
+        def __init__(self, first: int) -> None:
+            super().__init__()
+            self.first = types.SimpleNamespace(value=first)
+            self.embed = nn.Embedding(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.embed(torch.arange(x.shape[1]) + self.first.value)
+
+    line = first_line(diagnosed_pair(Positions(0), Positions(1)))
+    assert line.startswith("(root): builds another input (for embed); the model's output changed by ")
+
+
 class Variant(nn.Module):
     """Two layers, and what is done with them."""
 
@@ -1781,6 +2136,33 @@ def test_how_many_rows_are_chosen_may_be_a_matter_of_numbers() -> None:
     assert not diagnosis.redrawn
 
 
+class Asked(nn.Module):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = [arguments]
+        self.attn = Causal()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x, **self.arguments[0])
+
+
+class Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, is_causal: bool = True, output_attentions: bool = False) -> torch.Tensor:
+        scores = x @ x.transpose(-1, -2)
+        return (scores.tril() if is_causal else scores) @ self.v(x)
+
+
+def test_false_for_what_is_true_by_default_is_the_caller_s_doing() -> None:
+    diagnosis = diagnosed_pair(Asked(), Asked(is_causal=False))
+    line = first_line(diagnosis)
+    assert line.startswith("(root): own code gives attn is_causal False, not the default: output of attn changed by ")
+    assert len(diagnosis.causes) == 1
+
+
 class Requesting(nn.Module):
     """Asks its child for what it may give out besides; the child's code follows."""
 
@@ -1812,6 +2194,36 @@ def test_an_argument_that_requests_an_output_does_not_excuse_the_code_that_got_i
     asked = [cause for cause in diagnosis.causes if cause.layer == "(root)"]
     assert [(cause.change, cause.hints) for cause in asked] == [(None, ("the child answers the same, alone",))]
     assert not diagnosis.possible
+
+
+def test_a_norm_computed_in_half_precision_is_rounding_and_another_epsilon_is_not() -> None:
+    class Norm(nn.Module):
+        def __init__(self, wide: bool, eps: float = 1e-6) -> None:
+            super().__init__()
+            self.how = types.SimpleNamespace(wide=wide, eps=eps)
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.float() if self.how.wide else x
+            return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.how.eps)).to(x.dtype)
+
+    x = PROBE.randn(2, 16, 64).bfloat16()
+    norms = Norm(True), Norm(False), Norm(True, eps=1e-3)
+    old, narrow, other = (nn.Sequential(norm, nn.Linear(64, 64)).bfloat16() for norm in norms)
+    expected = recorded(old, x)
+    expected = expected.live_run.measured(expected)
+    for model in (narrow, other):
+        model.load_state_dict(old.state_dict())
+    assert diagnose(compare(recorded(narrow, x, like=expected), expected)).comparison.same
+    found = diagnose(compare(recorded(other, x, like=expected), expected))
+    assert first_line(found).startswith("output unchanged within ")
+    assert "; layer '0' (Norm): own code changed: by 0.0" in first_line(found)
+    for model in (narrow, other):
+        model.load_state_dict({k: v * 1.1 for k, v in old.state_dict().items()})
+    named = [(c.layer, c.kind) for c in diagnose(compare(recorded(narrow, x, like=expected), expected)).causes]
+    assert named == [("0", "weights"), ("1", "weights")]
+    named = [(c.layer, c.kind) for c in diagnose(compare(recorded(other, x, like=expected), expected)).causes]
+    assert ("0", "computation") in named
 
 
 class Written(nn.Module):

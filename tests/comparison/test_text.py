@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pytest_modelprobe.comparison import NO_EFFECT, Cause, Diagnosis
+from pytest_modelprobe.comparison import NO_EFFECT, Cause, Diagnosis, diagnose
+from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, percent, text
 from pytest_modelprobe.comparison.tolerance import Comparison, Difference
 from pytest_modelprobe.record import Layer, Record
@@ -317,3 +318,16 @@ def test_more_causes_than_anyone_reads_are_counted() -> None:
     lines = text(of(*(eps(f"norm_{i}a") for i in range(30)))).splitlines()
     assert lines[0].endswith("; 30 causes")
     assert lines[-1] == "... 10 rows more"
+
+
+# --- names that are not to be trusted -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fc\x1b[31m", "fc\nFAILED", "fc\r", "fc\u202e", "fc\u2028x"])
+def test_no_name_of_a_layer_moves_the_cursor_or_breaks_a_line(name: str) -> None:
+    old, new = (
+        Record(model="Net", layers={name: Layer(name=name, type="net.A", attributes={"eps": e})}) for e in (1, 2)
+    )
+    shown = text(diagnose(compare(new, old)))
+    assert name not in shown
+    assert shown.splitlines()[0].endswith("eps 1 → 2; 1 cause")

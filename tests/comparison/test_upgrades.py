@@ -102,6 +102,29 @@ def test_arguments_by_keyword_alone_fail_nothing() -> None:
     assert first_line(found).startswith("same function; written otherwise in ")
 
 
+class Norm(nn.Module):
+    def forward(self, x: Tensor, batch: Tensor | None = None) -> Tensor:
+        if batch is None:
+            return x - x.mean(0)
+        return x - torch.stack([x[batch == n].mean(0) for n in range(3)])[batch]
+
+
+class Stacked(nn.Module):
+    def __init__(self, *, gives_batch: bool) -> None:
+        super().__init__()
+        self.lin, self.norm = nn.Linear(4, 4), Norm()
+        self._gives_batch = [gives_batch]
+
+    def forward(self, x: Tensor, batch: Tensor) -> Tensor:
+        return self.norm(self.lin(x), batch) if self._gives_batch[0] else self.norm(self.lin(x))
+
+
+def test_a_tensor_that_a_child_gets_no_longer_is_the_doing_of_who_gave_it() -> None:
+    found = upgraded(Stacked(gives_batch=True), Stacked(gives_batch=False), *GRAPH)
+    assert first_line(found).startswith("(root): own code no longer gives norm input[1]: output of norm changed by ")
+    assert not found.possible
+
+
 # --- rows without a number, and what was measured -----------------------------------------------------------------
 
 
@@ -206,6 +229,16 @@ def test_code_is_named_before_a_factor_that_moved_and_the_form_of_a_mask() -> No
     assert first_line(found).startswith("attn: own code changed after q: by ")
 
 
+def test_an_output_that_was_removed_is_named_before_a_factor_that_moved() -> None:
+    found = upgraded(block(), Block(Scaled(20, 8), scaled=True, floats=False, hidden=False), IDS)
+    assert cause_text(found.causes[0]) == "(root): output.hidden removed"
+
+
+def test_a_factor_that_moved_is_told_as_structure() -> None:
+    found = upgraded(block(), Block(Scaled(20, 8), scaled=True, floats=False), IDS)
+    assert first_line(found).startswith("output unchanged; ")
+
+
 # --- layers -------------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +321,16 @@ def test_a_buffer_in_no_checkpoint_fails_nothing_and_one_in_it_does() -> None:
     old.load_state_dict(old.state_dict())
     found = diagnose(compare(recorded(kept, GRAPH[0]), recorded(old, GRAPH[0])))
     assert "table added: (3,) float32" in map(cause_text, found.causes)
+
+
+def test_a_buffer_in_the_checkpoint_fails_also_beside_one_that_is_in_none() -> None:
+    old, new = Head(nn.ReLU()), Head(nn.ReLU())
+    for head in (old, new):
+        head.register_buffer("positions", torch.ones(3), persistent=False)
+    new.load_state_dict(old.state_dict())
+    new.register_buffer("table", torch.ones(3))
+    found = diagnose(compare(recorded(new, GRAPH[0]), recorded(old, GRAPH[0])))
+    assert [cause_text(cause) for cause in found.causes] == ["table added: (3,) float32"]
 
 
 class Flat(nn.Module):
@@ -395,6 +438,12 @@ def test_none_that_is_false_now_fails_nothing() -> None:
     assert upgraded(Giving(None, None), Giving(None, False), GRAPH[0]).same
 
 
+def test_a_mask_that_is_dropped_is_named() -> None:
+    found = upgraded(Giving(torch.tensor([1.0, 1, 0, 1, 1, 0])[:, None]), Giving(), GRAPH[0])
+    assert not found.same
+    assert "(root): own code no longer gives layer input[1]" in first_line(found)
+
+
 def test_a_mask_that_is_dropped_and_masked_nothing_is_a_note() -> None:
     found = upgraded(Giving(torch.ones(6, 1)), Giving(), GRAPH[0])
     assert found.same
@@ -495,3 +544,26 @@ def test_a_layer_that_was_another_one_again_and_has_its_weight_is_the_same() -> 
 
 def test_an_input_of_which_a_layer_uses_the_shape_alone_may_be_another() -> None:
     assert upgraded(Embedded(), Embedded(positions_of_ids=False), TOKENS).same
+
+
+def test_dropout_of_nothing_in_place_of_an_identity_fails_nothing() -> None:
+    def ending(last: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), last)
+
+    assert upgraded(ending(nn.Identity()), ending(nn.Dropout(0.0)), torch.ones(2, 4)).same
+    assert not upgraded(ending(nn.Identity()), ending(nn.Dropout(0.1)), torch.ones(2, 4)).same
+
+
+def test_an_identity_that_is_called_in_another_place_fails_nothing() -> None:
+    class Block(nn.Module):
+        def __init__(self, *, late: bool = False) -> None:
+            super().__init__()
+            self.fc, self.attn, self.last, self.late = nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2), [[late]]
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.fc(x)
+            return self.last(self.attn(h.relu()) if self.late[0][0] else self.attn(h).relu())
+
+    found = upgraded(Block(), Block(late=True), torch.linspace(-1, 1, 8).reshape(2, 4))
+    assert found.same
+    assert found.notes

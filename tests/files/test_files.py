@@ -603,8 +603,10 @@ def test_dead_units_are_counted_and_their_ranges_left_out() -> None:
     [
         Reading(),
         Reading(reason="sparse tensor"),
+        Reading(fingerprint=(0.0,) * 16),
         Reading(noise=0.5, digest="ab", fingerprint=(0.5, 0.25) * 8),
         Reading(tensors=3, statistics=Statistics(count=24, zeros=24, mean=0.0, min=0.0, max=0.0)),
+        Reading(tensors=2, statistics=Statistics(count=7, mean=1.0, min=1.0, max=1.0)),
         Reading(statistics=Statistics(count=8, nan=8)),
     ],
     ids=str,
@@ -623,6 +625,13 @@ def test_a_fingerprint_of_any_size_is_kept_to_its_bits(numbers: list[float], bit
     step = max(top * 2.0 ** (2 - bits), 5e-324)
     assert all(abs(a - b) <= step for a, b in zip(unpacked(text), numbers, strict=True))
     assert packed(unpacked(text), bits) == text
+
+
+@pytest.mark.parametrize(("at", "damage"), [(0, "wA"), (20, "{")], ids=["exponent", "sign"])
+def test_a_damaged_fingerprint_is_refused(at: int, damage: str) -> None:
+    text = packed((0.5, -1.25) * 8, 16)
+    with pytest.raises(ValueError, match=r"fingerprint|base64|padding|ASCII"):
+        unpacked(text[:at] + damage + text[at + len(damage) :])
 
 
 @pytest.mark.parametrize(
@@ -771,7 +780,7 @@ def test_an_update_keeps_what_was_declared_as_long_as_the_architecture_is_the_sa
     assert decoded(rewritten(undeclared, old, set())).reason is None
 
 
-@pytest.mark.parametrize("spoiled", ["", "<<<<<<< HEAD\n", "{\n\n}\n"])
+@pytest.mark.parametrize("spoiled", ["", "{}", "[1]", "<<<<<<< HEAD\n", "{\n\n}\n"])
 def test_an_update_replaces_what_cannot_be_read(spoiled: str) -> None:
     new = encode(small())
     assert rewritten(new, Texts(spoiled, new.numbers), set()) == new
@@ -1059,6 +1068,14 @@ def test_what_is_written_is_read(place: Path) -> None:
     assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
 
 
+def test_numbers_of_another_device_lie_beside(place: Path) -> None:
+    probe = place.with_name("test_net.cuda.probe.json")
+    write(place, encode(small()), probe)
+    assert read(place, probe).record["fc1"].calls
+    with pytest.raises(SnapshotError, match=r"test_net.probe.json is missing"):
+        read(place)
+
+
 def test_a_snapshot_that_is_not_there_is_told(place: Path) -> None:
     assert read_texts(place) is None
     with pytest.raises(SnapshotError, match=r"there is no snapshot .*: record it"):
@@ -1095,6 +1112,23 @@ def test_a_file_that_is_no_snapshot_is_told(place: Path, content: bytes, message
         read(place)
     assert str(place) in str(caught.value)
     assert place.read_bytes() == content
+
+
+def test_a_huge_file_is_not_read(place: Path) -> None:
+    write(place, encode(small()))
+    with place.open("r+b") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(SnapshotError, match="has 1,024 MB, more than a snapshot ever has"):
+        read(place)
+
+
+def test_a_directory_in_the_place_of_a_file_is_told(place: Path) -> None:
+    place.mkdir(parents=True)
+    with pytest.raises(SnapshotError, match="is a directory: move it out of the way"):
+        read(place)
+    with pytest.raises(SnapshotError, match="cannot be written"):
+        write(place, encode(small()))
+    assert place.is_dir()
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")

@@ -1,6 +1,7 @@
 """`intervene`: what it changes, that a watch sees it, and that nothing of it stays."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -172,6 +173,15 @@ def test_no_hook_and_no_changed_bit_stays_after_an_error(modelprobe, what):
     assert torch.equal(model(modelprobe.randn(4, 8)), plain)
 
 
+def test_weights_are_unchanged_where_the_function_fails_at_the_second_one():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UsageError, match=r"^1\.weight became a tensor of another shape: \(2, 2\), not \(3, 2\)$"):
+        intervene(model, ["0", "1"], weight=lambda w: w[:2] * 0).__enter__()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert hooks_of(model) == []
+
+
 def test_weights_get_their_bits_back_after_a_step_of_an_optimizer():
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, float("nan"))
@@ -212,6 +222,23 @@ def test_inference_tensors_are_changed_and_restored():
         model(torch.ones(1, 2))
         assert not model.weight.any()
     assert torch.equal(model.weight, before)
+
+
+def test_random_generators_stay_where_they_are():
+    model, before = nn.Sequential(nn.Linear(2, 2)), torch.get_rng_state()
+    with intervene(model, "0", output=faults.noise(1.0), weight=faults.noise(0.1)):
+        model(torch.ones(1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_copy_of_the_model_has_no_intervention():
+    model = nn.Sequential(nn.Identity())
+    with intervene(model, "0", output=faults.zero):
+        model(torch.ones(1))
+        other, file = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, file)
+        assert other(torch.ones(1)).item() == 1
+    assert other(torch.ones(1)).item() == 1
 
 
 # --- one that never fires -----------------------------------------------------------------------------------------
@@ -292,6 +319,15 @@ def test_a_layer_without_weights_is_told():
         intervene(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "1", weight=faults.zero),
     ):
         pass
+
+
+def test_a_function_that_returns_nothing_is_told():
+    model = nn.Sequential(nn.Identity())
+    with (
+        pytest.raises(UsageError, match=r"^0: output= returned NoneType: return the tensor to use instead$"),
+        intervene(model, "0", output=lambda x: None),
+    ):
+        model(torch.ones(1))
 
 
 # --- checkpointing ------------------------------------------------------------------------------------------------

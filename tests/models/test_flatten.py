@@ -220,8 +220,24 @@ def test_containers_with_ideas_of_their_own_are_rebuilt(value):
     assert all(a is not b for (_, a), (_, b) in zip(flatten("", kept).tensors, flatten("", value).tensors, strict=True))
 
 
+def test_a_model_output_of_transformers_is_rebuilt():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    value = outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(y,))
+    kept = map_tensors(lambda t: t + 1, value)
+    assert type(kept) is type(value)
+    assert torch.equal(kept.last_hidden_state, x + 1)
+    assert torch.equal(kept["hidden_states"][0], y + 1)
+    assert value.last_hidden_state is x
+
+
 def test_what_is_shared_stays_shared():
     inner = [x]
     kept = map_tensors(torch.Tensor.clone, [inner, inner])
     assert kept[0] is kept[1]
     assert kept[0] is not inner
+
+
+def test_a_container_that_holds_itself_is_rebuilt_once():
+    value = [x]
+    value.append(value)
+    assert map_tensors(lambda t: y, value)[0] is y

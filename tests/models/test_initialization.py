@@ -214,6 +214,17 @@ def test_a_weight_made_of_two_others_stays_their_sum():
     assert torch.equal(model.sum, model["a"].weight + model["b"].weight)
 
 
+def test_weight_norm_starts_as_the_layer_it_wraps():
+    model = build(WAYS["weight_norm"], seed=0)
+    original0, original1 = model.parametrizations.weight.parameters()
+    torch.testing.assert_close(original0, original1.norm(dim=1, keepdim=True))
+
+
+def test_spectral_norm_starts_converged():
+    model = build(WAYS["spectral_norm"], seed=0).eval()
+    assert torch.linalg.matrix_norm(model.weight, 2).item() == pytest.approx(1, abs=0.05)
+
+
 def test_draws_from_an_explicit_generator_stay():
     def make():
         return torch.randn(4, generator=torch.Generator().manual_seed(7))
@@ -243,6 +254,14 @@ def test_requires_grad_and_version_counters_are_as_the_factory_left_them():
     assert [p.requires_grad for p in model.parameters()] == [True, False]
     assert [p._version for p in model.parameters()] == [p._version for p in plain.parameters()]
     assert all(p.is_leaf and p.grad is None for p in model.parameters())
+
+
+def test_numbers_of_numpy_and_random_are_the_same_every_time():
+    def make():
+        return torch.tensor(np.random.randn(3) + random.random())  # noqa: NPY002
+
+    first, second = (build(lambda: Holder(make), seed=0).it for _ in range(2))
+    assert torch.equal(first, second)
 
 
 # --- named initialization: where there is nothing to fill, and misuse -------------------------

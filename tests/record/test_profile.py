@@ -24,3 +24,7 @@ def test_a_profile_is_printed_as_a_table() -> None:
         "(root)   Net          2        1,234            64   9,000   4.000   100%\n"
         "fc       Linear       2        1,234            64   9,000   1.000    25%"
     )
+
+
+def test_hostile_names_are_text() -> None:
+    assert "\x1b" not in str(Profile(layers={"a\x1b[31m": LayerProfile(type="\x1b[31m")}))

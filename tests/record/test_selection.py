@@ -82,6 +82,15 @@ def reference(pattern: list[str], path: list[str]) -> bool:
     return bool(path) and fnmatchcase(path[0], pattern[0]) and reference(pattern[1:], path[1:])
 
 
+@given(
+    pattern=st.lists(st.sampled_from(["**", "*", "a", "b", "a*", "?b", "[ab]"]), min_size=1),
+    path=st.lists(st.sampled_from(["a", "b", "ab", "bb"]), min_size=1, max_size=6),
+)
+def test_globs_match_as_the_definition_says(pattern: list[str], path: list[str]) -> None:
+    pattern = pattern[:6]
+    assert Glob(".".join(pattern)).matches(".".join(path)) == reference(pattern, path)
+
+
 @given(pattern=st.lists(st.sampled_from(["**", "*", "a", "?"]), min_size=1, max_size=6))
 def test_the_root_is_the_empty_path(pattern: list[str]) -> None:
     assert Glob(".".join(pattern)).matches("(root)") == reference(pattern, [])
@@ -90,13 +99,31 @@ def test_the_root_is_the_empty_path(pattern: list[str]) -> None:
 # --- other selectors ----------------------------------------------------------------------------
 
 
+def test_a_pattern_matches_the_whole_name() -> None:
+    assert select(LAYERS, re.compile(r"blocks\.\d")) == ["blocks.0", "blocks.1"]
+
+
 def test_a_class_means_its_subclasses_too() -> None:
     assert select(LAYERS, ReLU) == ["blocks.0.act", "blocks.1.act"]
+
+
+def test_a_callable_gets_the_name_and_the_layer() -> None:
+    chosen = select(LAYERS, lambda name, layer: name != "head" and type(layer) is Linear)
+    assert chosen == ["embed", "blocks.0.attn", "blocks.1.attn"]
 
 
 def test_recorded_layers_say_themselves_of_which_type_they_are() -> None:
     recorded = {"fc": "Linear", "act": "ReLU"}
     assert select(recorded, ReLU, is_instance=lambda layer, kind: layer == kind.__name__) == ["act"]
+
+
+@pytest.mark.parametrize("many", [list, frozenset])
+def test_several_selectors_are_joined(many: Any) -> None:
+    assert select(LAYERS, many(["head", ReLU])) == ["blocks.0.act", "blocks.1.act", "head"]
+
+
+def test_a_list_in_a_list_is_taken_apart() -> None:
+    assert select(LAYERS, [["head"], ("embed", ["!e*"])]) == ["head"]
 
 
 @pytest.mark.parametrize("selector", [["blocks.*", "!*.0"], ["!*.0", "blocks.*"]])
@@ -243,3 +270,7 @@ def test_a_selector_selects_something_or_says_why_not_in_one_line(selector: Any)
 
 def test_nearest_puts_the_nearest_first() -> None:
     assert nearest("layer12", ["layer1", "layer12x", "other"]) == ["layer12x", "layer1"]
+
+
+def test_nearest_keeps_the_order_of_names_that_are_equally_near() -> None:
+    assert nearest("fc9", ["fc2", "fc3", "fc1"]) == ["fc2", "fc3", "fc1"]

@@ -126,6 +126,28 @@ def test_the_summary_is_a_table_with_the_details_folded_away() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a|b", "a&#124;b"),
+        ("`code`", "&#96;code&#96;"),
+        ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
+        ("two\nlines", "two&#92;nlines"),
+        ("[x](https://example.org)", "&#91;x&#93;(https<span>:</span>//example.org)"),
+        ("HTTP://a.example", "HTTP<span>:</span>//a.example"),
+        ("www.a.example", "www<span>.</span>a.example"),
+        ("@someone", "<span>@</span>someone"),
+        (":smile:", "<span>:</span>smile:"),
+        ("__init__", "&#95;&#95;init&#95;&#95;"),
+        ("$x$ ~y~ *z*", "<span>$</span>x<span>$</span> &#126;y&#126; &#42;z&#42;"),
+        ("#12", "<span>#</span>12"),
+        ("\x1b[31m", "&#92;x1b&#91;31m"),
+    ],
+)
+def test_no_name_is_anything_but_text(name: str, shown: str) -> None:
+    assert markdown.escaped(name) == shown
+
+
 def test_what_changed_alike_in_several_snapshots_is_said_once() -> None:
     before, now = ({str(i): snapshot(net(width), f"{i:03}") for i in range(5)} for width in (2, 3))
     text = markdown.verdict(judge(before, now))

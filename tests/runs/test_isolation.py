@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
@@ -147,17 +148,8 @@ def made(name: str, seed: int, *, training: bool = False) -> nn.Module:
         return MODELS[name][0]().train(training)
 
 
-TRAINED = ("gpt2", "resnet")
-
-
-@pytest.mark.parametrize(
-    ("name", "training"),
-    [
-        pytest.param(name, training, marks=[pytest.mark.long] * (training != (name in TRAINED)))
-        for name in MODELS
-        for training in (False, True)
-    ],
-)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", MODELS)
 def test_every_layer_of_a_real_model_answers_for_its_code_and_not_for_weights_and_inputs(
     name: str, training: bool
 ) -> None:
@@ -271,26 +263,44 @@ def edited(*edits: tuple[str, str, str]) -> set[str]:
     ("old", "new"),
     [
         ("math.sqrt(q.shape[-1])", "q.shape[-1]"),
+        ("scores.softmax(-1)", "scores.softmax(-2).nan_to_num()"),
         ("-math.inf", "0.0"),
+        ("mixed.transpose(1, 2).flatten(2)", "mixed.reshape(mixed.shape[0], mixed.shape[2], -1)"),
         ("(self.heads, -1)).transpose(1, 2)", "(-1, self.heads)).permute(0, 3, 1, 2)"),
         ("q, k, v = ", "k, q, v = "),
+        (".triu(1)", ".triu(2)"),
     ],
-    ids=["scale", "mask dropped", "heads interleaved", "q and k"],
+    ids=["scale", "softmax dim", "mask dropped", "heads transposed", "heads interleaved", "q and k", "mask by one"],
 )
 def test_an_edit_shows_in_the_edited_layer_and_nowhere_else(old: str, new: str) -> None:
     assert edited(("blocks.1.attention", old, new)) == {"blocks.1.attention"}
+
+
+def test_every_norm_with_another_eps_is_named() -> None:
+    model = Net().eval()
+    norms = {name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    for name in norms:
+        model.get_submodule(name).eps = 1e-2
+    assert changed(respond(model, X, like=net_responses()), net_responses()) == norms
 
 
 @pytest.mark.parametrize(
     ("layer", "old", "new"),
     [
         ("blocks.1.attention", "mixed.transpose", "mixed.detach().transpose"),
+        ("blocks.1", "x = x + self", "x = x.detach() + self"),
         ("blocks.1", "return x + self.mlp(self.norm2(x))", "return x + self.mlp(self.norm2(x.detach()))"),
     ],
-    ids=["all", "passed on"],
+    ids=["all", "residual", "passed on"],
 )
 def test_a_detached_branch_shows_though_no_number_of_the_forward_changes(layer: str, old: str, new: str) -> None:
     assert edited((layer, old, new)) == {layer}
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].bias.requires_grad_(False)
+    assert respond(model, torch.ones(2, 4))["0", 0].without_gradient == ("bias",)
 
 
 def test_a_part_of_the_responses_is_that_of_all() -> None:
@@ -439,6 +449,12 @@ def test_a_call_with_another_shape_is_looked_at_too() -> None:
     ]
 
 
+def test_only_the_layers_asked_for_are_called() -> None:
+    model = Two()
+    found = isolate(model, lambda: model(torch.ones(2, 4)), IsolationOptions(layers=["b"]))
+    assert list(found) == [("b", 0)]
+
+
 # --- what code may do -------------------------------------------------------------------------------------------------
 
 
@@ -516,6 +532,13 @@ def test_atomic_layers_have_all_their_weights_made_up() -> None:
     other = model()
     nn.init.normal_(other.out_proj.weight)
     assert changed(respond(other, x, x, x, like={("(root)", 0): a}), {("(root)", 0): a}) == set()
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_a_compiled_model_is_looked_through() -> None:
+    model = Two()
+    compiled: Any = torch.compile(model)
+    assert changed(respond(compiled, torch.ones(2, 4)), respond(model, torch.ones(2, 4))) == set()
 
 
 def test_a_layer_under_autocast_is_called_in_float32() -> None:
@@ -674,6 +697,23 @@ def test_padding_that_is_not_found_shows_alone() -> None:
     assert changed(respond(Padded(4), ids), respond(Padded(3), ids)) == {"(root)"}
 
 
+def test_a_cap_on_scores_shows_alone() -> None:
+    class Capped(nn.Module):
+        def __init__(self, cap: float | None) -> None:
+            super().__init__()
+            self.cap = [cap]
+            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.q(x) @ self.k(x).transpose(-1, -2) / 4
+            cap = self.cap[0]
+            return (scores if cap is None else cap * torch.tanh(scores / cap)).softmax(-1)
+
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)) / 8
+    before = respond(Capped(50.0), x)
+    assert changed(respond(Capped(None), x, like=before), before) == {"(root)"}
+
+
 class Giving(nn.Module):
     """Gives its child a flag, or does not."""
 
@@ -725,6 +765,14 @@ def test_a_response_to_write_is_one_to_the_layer_s_own_arguments() -> None:
     assert response_of_inner(model, like=before, own_arguments=True) == response_of_inner(model)
 
 
+def test_a_layer_that_raises_for_arguments_of_before_answers_its_own() -> None:
+    before, model = recorded_alone(Giving()), Giving()
+    call = before.layers["inner"].calls[0]
+    object.__setattr__(call, "arguments", {"legacy": True})
+    response = response_of_inner(model, like=before)
+    assert (response.reason, response.arguments_matter) == (None, None)
+
+
 # --- layers that compute the same -------------------------------------------------------------------------------------
 
 
@@ -744,6 +792,17 @@ def test_of_layers_that_compute_the_same_one_is_called(monkeypatch: pytest.Monke
     # In the run, and alone in each mode: the first without a mean of zero, the second, the third.
     assert Counted.calls == 3 + 2 * 3
     assert responses["1", 0] == responses["3", 0]
+
+
+def test_responses_are_those_of_each_layer_called_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        block = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.LayerNorm(8)]
+        return nn.Sequential(*(copy.deepcopy(layer) for _ in range(3) for layer in block))
+
+    once = respond(model(), torch.ones(4, 8))
+    monkeypatch.setattr("pytest_modelprobe.runs.isolation.calls.likeness", lambda *_: None)
+    assert respond(model(), torch.ones(4, 8)) == once
 
 
 class Shifted(nn.Module):
@@ -871,8 +930,9 @@ BIAS = torch.arange(8.0).view(2, 4)
     [
         (((), {}), ((BIAS,), {})),
         (((), {"bias": BIAS}), ((), {})),
+        (((None, 2.0), {}), ((None, 3.0), {})),
     ],
-    ids=["came by position", "went by keyword"],
+    ids=["came by position", "went by keyword", "a number"],
 )
 @pytest.mark.parametrize("used", [True, False], ids=["used", "not used"])
 def test_a_layer_answers_the_tensors_of_the_expected_call(then: Any, now: Any, used: bool) -> None:
@@ -885,7 +945,7 @@ def test_a_layer_answers_the_tensors_of_the_expected_call(then: Any, now: Any, u
     response = record.layers["inner"].calls[0].response
     expected = found.expected.layers["inner"].calls[0].response
     assert [h.reading for h in response.handed] == [h.reading for h in expected.handed]
-    assert response.arguments_matter is used
+    assert response.arguments_matter is (used or len(now[0]) == 2)
 
 
 def test_a_layer_that_needs_a_tensor_answers_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison import compare
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
+from pytest_modelprobe.runs import run
+from pytest_modelprobe.runs.isolation import IsolationOptions, isolate_repeatedly
 from pytest_modelprobe.runs.noise import (
     perturbed,
     readings,
@@ -34,6 +37,28 @@ def probe() -> Iterator[ModelProbe]:
 def measured(record: Record) -> Record:
     assert record.live_run is not None
     return record.live_run.measured(record)
+
+
+def test_the_noise_of_equal_responses_is_measured_once(probe: ModelProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = probe.build(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))))
+    record = probe.run(model, probe.randn(2, 4), loss="random")
+    assert record.live_run is not None
+    record = record.live_run.isolated(record)
+    called: list[Any] = []
+
+    def noted(model: Any, forward: Any, repeats: Any, options: IsolationOptions, each: Any) -> Any:
+        called.append(options.only)
+        return isolate_repeatedly(model, forward, repeats, options, each)
+
+    def of_each(model: Any, forward: Any, repeats: Any, options: IsolationOptions, each: Any) -> Any:
+        return isolate_repeatedly(model, forward, repeats, dataclasses.replace(options, only=None), each)
+
+    monkeypatch.setattr(run, "isolate_repeatedly", of_each)
+    expected = measured(record)
+    monkeypatch.setattr(run, "isolate_repeatedly", noted)
+    assert measured(record) == expected
+    # An input of the model needs no gradient: 0.0 has another response than 1.0 and 2.0.
+    assert called == [{"(root)", "0", "0.0", "0.1", "1.0"}]
 
 
 class Scaled(nn.Module):
@@ -202,6 +227,25 @@ def test_parameters_have_no_noise_but_their_gradients_and_what_a_run_leaves(prob
     assert count.noise == 0.0
 
 
+def test_measuring_leaves_no_trace(probe: ModelProbe) -> None:
+    model = probe.build(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))).eval()
+    x = probe.randn(16, 8)
+    model(x).sum().backward()
+
+    def everything() -> list[bytes]:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        tensors = [*model.parameters(), *model.buffers(), *gradients, x, torch.get_rng_state()]
+        return [t.detach().numpy().tobytes() for t in tensors]
+
+    before = everything()
+    record = probe.run(model, x, loss="random", mode="train")
+    record = measured(record.live_run.isolated(record) if record.live_run else record)
+    assert record.noise == "measured"
+    assert everything() == before
+    assert not any(module.training for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 # --- what cannot be repeated --------------------------------------------------------------------------------------
 
 
@@ -212,7 +256,14 @@ class Unseeded(nn.Module):
         return x * float(self.generator.random())
 
 
-@pytest.mark.parametrize("culprit", [Unseeded])
+class Counted(nn.Module):
+    count = itertools.count()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + next(self.count)
+
+
+@pytest.mark.parametrize("culprit", [Unseeded, Counted])
 def test_a_layer_that_cannot_be_repeated_is_named(probe: ModelProbe, culprit: type[nn.Module]) -> None:
     model = probe.build(lambda: nn.Sequential(nn.Linear(4, 4), culprit(), nn.Linear(4, 4)))
     record = measured(probe.run(model, probe.randn(2, 4), loss="random"))

@@ -49,6 +49,22 @@ def test_a_step_has_the_forwards_that_a_backward_reached_before_it() -> None:
     assert (watch.record.forwards, watch.record.backwards) == (10, 6)
 
 
+def test_a_step_equals_that_of_a_watch_that_saw_nothing_else() -> None:
+    records = []
+    for others in (0, 3):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        watch = ModelProbe().watch(model)
+        model(x(1)).sum().backward()
+        optimizer.step()
+        for _ in range(others):
+            optimizer.zero_grad()
+            model(x(2)).sum().backward()
+            optimizer.step()
+        records.append(watch.first_step)
+    assert records[0] == records[1]
+
+
 class Positions(nn.Module):
     """Has a value without a batch, and infinities."""
 
@@ -300,6 +316,22 @@ def test_gradients_that_one_optimizer_reset_are_not_in_the_step_of_both() -> Non
     assert_training_loop(watch)
 
 
+def test_gradients_that_one_optimizer_accumulates_over_steps_of_another_are_sound() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})
+    first, second = (torch.optim.SGD(model[name].parameters(), 0.1) for name in "ab")
+    watch = ModelProbe().watch(model, steps=9)
+    for seed in range(4):
+        model["a"](x(seed)).sum().backward()
+        model["b"](x(seed)).square().sum().backward()
+        second.step()
+        second.zero_grad(set_to_none=False)
+        if seed % 2:
+            first.step()
+            first.zero_grad(set_to_none=False)
+    assert [(step.forwards, step.backwards) for step in watch.steps] == [(2, 2)] * 4
+    assert_training_loop(watch)
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_a_step_by_hand_is_no_step_of_an_optimizer(reset: bool) -> None:
     model = net()
@@ -323,6 +355,15 @@ def test_a_step_by_hand_is_no_step_of_an_optimizer(reset: bool) -> None:
         NothingObservedError, match=r"It saw 3 forwards in evaluations, 3 with gradients that no step used"
     ):
         _ = watch.first_step
+
+
+def test_forwards_of_steps_that_a_scaler_skips_are_part_of_no_step() -> None:
+    watch = train_with_a_skipped_step(skipped=3, steps=0).source
+    assert counted(watch) == (0, 0, 0, 3)
+    assert watch.record.notes[-1] == "3 forwards with gradients that no step used"
+    with pytest.raises(AssertionError, match=r"gradient of .* (is not finite|has inf)"):
+        assert_grad_finite(watch.others)
+    assert counted(train_with_a_skipped_step(skipped=2, steps=3).source) == (3, 3, 0, 2)
 
 
 def test_an_averaged_model_is_only_evaluated() -> None:
