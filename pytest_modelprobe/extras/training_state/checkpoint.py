@@ -259,6 +259,8 @@ class _Loading:
                     found.meta[name] = t.numel()
                 elif name not in found.fixed and (copy := copy_on_cpu(t)) is not None:
                     found.after[name] = copy
+                else:
+                    found.unread.append(name)
             return found
         finally:
             if self.state is not None:
