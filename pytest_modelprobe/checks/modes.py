@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -265,12 +265,12 @@ def seeded(prepared: PreparedModel) -> Violation | str:
                 advice="Look for torch.manual_seed, np.random.seed or random.seed in the forward.",
             )
     drawing = {layer for (_, before), (layer, after) in pairwise(states) if before != after}
-    fixed = [
-        name
-        for name, (given, zero) in dropped.items()
-        if name not in drawing and name in others_dropped and given.shape == others_dropped[name][0].shape
-        if torch.equal(zero[both := given & others_dropped[name][0]], others_dropped[name][1][both])
-    ]
+    fixed = []
+    for name in [name for name in dropped if name in others_dropped and name not in drawing]:
+        (given, zero), (other_given, other_zero) = dropped[name], others_dropped[name]
+        if given.shape == other_given.shape and torch.equal(zero[both := given & other_given], other_zero[both]):
+            p = float(cast(nn.Dropout, prepared.layers.modules[name]).p)
+            fixed += [name] * ((p * p + (1 - p) ** 2) ** int(both.sum()) < _BY_CHANCE)
     if fixed:
         return Violation.first_of(
             ((name,) for name in fixed),
@@ -289,6 +289,10 @@ _Dropped = tuple[Tensor, Tensor]
 """Masks of the nonzero inputs, and of the zero outputs, of a dropout that dropped something."""
 
 
+_BY_CHANCE = 1e-7
+"""The probability below which two dropouts that drop the same elements do not so by chance."""
+
+
 def _followed(
     prepared: PreparedModel, seed: str, mode: Mode
 ) -> tuple[Trace, list[tuple[str, tuple[bytes, ...]]], dict[str, _Dropped]]:
@@ -302,7 +306,7 @@ def _followed(
 
     def end(call: ModuleCall, args: Any, output: Any) -> None:
         states.append((call.layer, seeding.generator_states(prepared.probe.device)))
-        if isinstance(call.module, nn.Dropout) and args and has_dense_storage(args[0]):
+        if isinstance(call.module, nn.Dropout) and 0 < call.module.p < 1 and args and has_dense_storage(args[0]):
             given, zero = args[0] != 0, output == 0
             if (given & zero).any():
                 dropped[call.layer] = given, zero
@@ -406,8 +410,9 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     evaluated = _Run(prepared, "eval")
     train = _Run(prepared, "train", evaluated)
     found, looked_at = _differences(evaluated, train, tolerance)
-    compensated = ROOT in looked_at and ROOT not in {name for name, *_ in found} and not train.excluded
-    if found and not compensated:
+    whole = looked_at - {name for name, *_ in found}
+    whole -= {one for one in whole if any(_is_inside(name, one) for name in train.excluded)}
+    if any(not any(_is_inside(name, one) for one in whole) for name, *_ in found):
         return _broken(prepared, found, "in training mode than in evaluation mode, without randomness")
     excluded = sorted(train.excluded)
     if not looked_at:
@@ -447,6 +452,10 @@ def _broken(prepared: PreparedModel, found: list[_Difference], when: str) -> Vio
         rows=tuple((f"{name} {where}", percent(by)) for name, where, by in found),
         advice=_ADVICE,
     )
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return other == ROOT or f"{name}.".startswith(f"{other}.")
 
 
 def _differences(one: _Run, other: _Run, tolerance: float | None) -> tuple[list[_Difference], set[str]]:

@@ -137,17 +137,20 @@ def inputs_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
 
 
 _Contents = dict[str, object]
-"""By path, a copy of a tensor, or the text of another value: NaN is not equal to itself."""
+"""By path, version and copy of a tensor, or the text of another value: NaN is not equal to itself."""
 
 
 def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Contents:
     flat = flatten_call(args, kwargs)
-    copies = {path: x.detach().clone() if has_dense_storage(x) else version(x) for path, x in flat.tensors}
+    copies = {path: (version(x), x.detach().clone() if has_dense_storage(x) else None) for path, x in flat.tensors}
     return {**copies, **{path: repr(value) for path, value in flat.plain.items()}}
 
 
 def _same(now: object, before: object) -> bool:
-    return same(now, before) if isinstance(now, Tensor) and isinstance(before, Tensor) else now == before
+    if not (isinstance(now, tuple) and isinstance(before, tuple)):
+        return now == before
+    (version_now, copy_now), (version_before, copy_before) = now, before
+    return version_now == version_before and (copy_now is None or copy_before is None or same(copy_now, copy_before))
 
 
 OF_ANY_MODULE = frozenset(vars(nn.Module()))

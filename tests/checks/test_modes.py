@@ -273,3 +273,37 @@ def test_what_counts_by_its_values_alone_is_said(probe: ModelProbe, rows: Tensor
     assert checks.inputs_used(probe, model, user=rows * 3, item=rows + 1).text == (
         "2 inputs; features 6 to 7 of 8 of user by values alone, without a gradient"
     )
+
+
+class Merged(nn.Module):
+    """Adds the product of an adapter to the weight in evaluation mode, and takes it out again in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter, self.base, self.merged = nn.Linear(3, 3, bias=False), nn.Linear(3, 3), False
+
+    def train(self, mode: bool = True) -> Merged:
+        super().train(mode)
+        if mode == self.merged:
+            self.base.weight.data += (-1 if mode else 1) * self.adapter.weight.data
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) if self.merged else self.base(x) + self.adapter(x)
+        return out
+
+
+def test_weights_that_are_merged_in_evaluation_mode_agree_beside_a_dropout(probe: ModelProbe) -> None:
+    found = checks.modes_agree(probe, nn.Sequential(Merged(), nn.Dropout(0.1)), probe.randn(4, 3))
+    assert "layers inside differ, but those around them agree: first 0.base output" in found.text
+
+
+def test_a_dropout_of_everything_draws_nothing_and_is_seeded(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(1.0), nn.Linear(8, 8), nn.Dropout(0.5))
+    assert checks.seeded(probe, model, probe.randn(4, 3)).verdict == "holds"
+
+
+def test_a_write_that_changes_no_number_of_these_inputs_is_a_write(probe: ModelProbe) -> None:
+    found = checks.inputs_unchanged_by_forward.outcome(probe, nn.ReLU(inplace=True), probe.randn(4, 3).abs())
+    assert "writes into input" in str(found)
