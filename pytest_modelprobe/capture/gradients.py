@@ -15,6 +15,7 @@ The gradient of a parameter is read before it is added to ``.grad``, because ``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 from collections.abc import Mapping, MutableMapping
@@ -139,7 +140,7 @@ class Gradients:
             with ambient_modes_disabled(), contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
                 alias = tensor.detach()
                 # The alias gives up the memory, so that it keeps none alive. It still shares the count of versions.
-                alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                alias.data = _no_elements(tensor.dtype, tensor.device)
                 self._views.append((seen, tensor._version, alias))
         return seen
 
@@ -297,6 +298,11 @@ class Gradients:
             # While the storage is held weakly its address is not used again.
             self._cache[index, axis, key] = reduced, WeakStorage(gradient.untyped_storage())
         return reduced
+
+
+@functools.cache
+def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class _TensorHook:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import accumulates, graph_task
-from pytest_modelprobe.models import Layers, detached_copy
+from pytest_modelprobe.models import Layers, detached_copy, read_flags
 from pytest_modelprobe.record import OptimizerGroup, Training
 from pytest_modelprobe.statistics import Reduced, Reduction, ambient_modes_disabled, as_plain_tensor
 
@@ -74,6 +74,8 @@ class Steps:
         self._counts: Counter[str] = Counter()  # by field of `Training`
         self._by_optimizer: WeakKeyDictionary[Optimizer, _OptimizerSteps] = WeakKeyDictionary()
         self._optimizer_steps: list[_OptimizerSteps] = []
+        self._lookalikes: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        """Of optimizers without a parameter of the model, whether theirs have the same shapes."""
         self._stepping = False
         self._task = -1
         self._adds = True  # whether the newest pass adds to ``.grad``
@@ -151,7 +153,7 @@ class Steps:
         left = [p.grad for one in states if (p := one.parameter()) is not None and p.grad is not None]
         if not left:
             return True
-        if not all(is_zero(gradient) for gradient in left):
+        if not are_zero(left):
             return False
         known = self._all.step.gradients
         reduced = [known[name].reduced for one in states for name in one.names if name in known]
@@ -177,8 +179,10 @@ class Steps:
         found = self._counts
         if not held:
             found["others"] += 1
-            shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
-            found["lookalikes"] += shapes <= Counter(p.shape for p in parameters)
+            if optimizer not in self._lookalikes:
+                shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
+                self._lookalikes[optimizer] = shapes <= Counter(p.shape for p in parameters)
+            found["lookalikes"] += self._lookalikes[optimizer]
         else:
             found["steps"] += 1
             found["emptied"] += emptied
@@ -226,10 +230,25 @@ def _forget(held: GradientState) -> None:
 
 def is_zero(gradient: torch.Tensor) -> bool | None:
     """Whether a gradient is zero everywhere, on this rank; None if that is not known. Reading waits for its device."""
+    found = _any(gradient)
+    return None if found is None else not found
+
+
+def are_zero(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether all gradients are known to be zero everywhere. The first is read, then all others together."""
+    if not all(map(is_zero, gradients[:1])):
+        return False
+    others = [found for gradient in gradients[1:] if (found := _any(gradient)) is not None]
+    known = len(others) == len(gradients[1:])
+    with ambient_modes_disabled():
+        return known and not any(read_flags(others))
+
+
+def _any(gradient: torch.Tensor) -> torch.Tensor | None:
     with ambient_modes_disabled(), contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind without `any`
         plain, reason = as_plain_tensor(gradient.coalesce().values() if gradient.is_sparse else gradient)
         if reason is None:
-            return not plain.any()
+            return plain.any()
     return None
 
 
