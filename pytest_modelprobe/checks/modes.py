@@ -31,7 +31,7 @@ from pytest_modelprobe.models import (
     seeding,
     version,
 )
-from pytest_modelprobe.record import ROOT, Operation
+from pytest_modelprobe.record import ROOT, Operation, containers
 from pytest_modelprobe.runs import Mode, find_gradient_origin
 from pytest_modelprobe.text import count, listed
 
@@ -270,7 +270,8 @@ def seeded(prepared: PreparedModel) -> Violation | str:
         (given, zero), (other_given, other_zero) = dropped[name], others_dropped[name]
         if given.shape == other_given.shape and torch.equal(zero[both := given & other_given], other_zero[both]):
             p = float(cast(nn.Dropout, prepared.layers.modules[name]).p)
-            fixed += [name] * ((p * p + (1 - p) ** 2) ** int(both.sum()) < _BY_CHANCE)
+            if (p * p + (1 - p) ** 2) ** int(both.sum()) < _BY_CHANCE:
+                fixed.append(name)
     if fixed:
         return Violation.first_of(
             ((name,) for name in fixed),
@@ -411,8 +412,8 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     train = _Run(prepared, "train", evaluated)
     found, looked_at = _differences(evaluated, train, tolerance)
     whole = looked_at - {name for name, *_ in found}
-    whole -= {one for one in whole if any(_is_inside(name, one) for name in train.excluded)}
-    if any(not any(_is_inside(name, one) for one in whole) for name, *_ in found):
+    whole -= {around for name in train.excluded for around in containers(name)}
+    if any(whole.isdisjoint(containers(name)) for name, *_ in found):
         return _broken(prepared, found, "in training mode than in evaluation mode, without randomness")
     excluded = sorted(train.excluded)
     if not looked_at:
@@ -452,10 +453,6 @@ def _broken(prepared: PreparedModel, found: list[_Difference], when: str) -> Vio
         rows=tuple((f"{name} {where}", percent(by)) for name, where, by in found),
         advice=_ADVICE,
     )
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return other == ROOT or f"{name}.".startswith(f"{other}.")
 
 
 def _differences(one: _Run, other: _Run, tolerance: float | None) -> tuple[list[_Difference], set[str]]:
