@@ -45,7 +45,7 @@ from pytest_modelprobe.gate import (
 from pytest_modelprobe.gate import text as gate_text
 from pytest_modelprobe.record import Record, layer_rows, layer_table, select
 from pytest_modelprobe.record.text import headline
-from pytest_modelprobe.report import ci, html, markdown
+from pytest_modelprobe.report import ci, markdown
 from pytest_modelprobe.report.results import SCHEMA, Results, write_text
 from pytest_modelprobe.text import count, listed, printable
 
@@ -141,7 +141,11 @@ def run_report(options: argparse.Namespace) -> int:
             "--modelprobe-json=PATH of the same version"
         )
     try:
-        render = html.render if options.format == "html" else markdown.render
+        render = markdown.render
+        if options.format == "html":
+            from pytest_modelprobe.report import html  # it imports the assertions, which no other command needs
+
+            render = html.render
         text = render(Results.from_dict(results))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         why = textwrap.shorten(repr(error), 300)
