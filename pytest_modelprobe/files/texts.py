@@ -210,22 +210,7 @@ class _Written:
             entry = entries[qualified(name, own.name)]
             if entry != entries.get(own.tied_to or "", _EMPTY):
                 lines[name][f".{own.name}"] = entry
-        values: dict[tuple[int, int, bool], dict[str, Any]] = {}
-        """What is written of the inputs, and of the outputs, of each call."""
-        owners: defaultdict[tuple[ForwardKind, int], list[tuple[str, Any]]] = defaultdict(list)
-        known: set[tuple[ForwardKind, str]] = set()
-        for i, j, end in in_order(layers):
-            name, call = layers[i].name, layers[i].calls[j]
-            here = values[i, j, end] = {}
-            for value in call.outputs if end else call.inputs:
-                entry, where = _entry(value, _OF_VALUE), address(name, call, value.path)
-                same = owners[kind_of(call), value.tensor] if value.tensor >= 0 else []
-                owner = next((other for other, numbers in same if numbers == entry), None)
-                if owner is not None or entry != _EMPTY:
-                    here["<>"[end] + value.path] = entry if owner is None else relative(owner, name)
-                if owner is None and (kind_of(call), where) not in known:
-                    same.append((where, entry))
-                known.add((kind_of(call), where))
+        values = _value_entries(layers)
         for i, layer in enumerate(layers):
             for j, call in enumerate(layer.calls):
                 given = (call.samples or "") if (call.samples or "") != samples else None
@@ -251,6 +236,26 @@ class _Written:
 def _number(call: int) -> str:
     """Return what the keys of a call begin with."""
     return str(call + 1) if call else ""
+
+
+def _value_entries(layers: Sequence[Layer]) -> dict[tuple[int, int, bool], dict[str, Any]]:
+    """Return what is written of the inputs, and of the outputs, of each call."""
+    found: dict[tuple[int, int, bool], dict[str, Any]] = {}
+    owners: defaultdict[tuple[ForwardKind, int], list[tuple[str, Any]]] = defaultdict(list)
+    known: set[tuple[ForwardKind, str]] = set()
+    for i, j, end in in_order(layers):
+        name, call = layers[i].name, layers[i].calls[j]
+        here = found[i, j, end] = {}
+        for value in call.outputs if end else call.inputs:
+            entry, where = _entry(value, _OF_VALUE), address(name, call, value.path)
+            same = owners[kind_of(call), value.tensor] if value.tensor >= 0 else []
+            owner = next((other for other, numbers in same if numbers == entry), None)
+            if owner is not None or entry != _EMPTY:
+                here["<>"[end] + value.path] = entry if owner is None else relative(owner, name)
+            if owner is None and (kind_of(call), where) not in known:
+                same.append((where, entry))
+            known.add((kind_of(call), where))
+    return found
 
 
 # --- reading ------------------------------------------------------------------------------------------------------

@@ -79,29 +79,11 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
     if finding.kind == "checkpoint":
         return effect_text(change.effect)
     if finding.kind == "calls":
-        told = [_repeated_cause_text(*pair) for pair in grouped(finding.causes)]
-        if not told and change.comparison is not None:
-            found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
-            told = [_row_text(row) for row in found]
-        parts = [listed(told, most=2)]
-        parts += ["every value is the same"] * (len(change.findings) == 1)
-        alone = {difference.layer for difference in finding.not_comparable}
-        parts += [f"{count(len(alone), 'layer')} cannot be compared alone"] * bool(alone)
-        return "; ".join(parts)
+        return _calls_text(finding, change)
     if change.comparison is None or finding.kind == "format":
         return f"the same architecture{', and numbers within tolerance' * bool(change.either.numbers)}"
     if finding.causes:
-        said = listed([_repeated_cause_text(*pair) for pair in grouped(finding.causes)], most=2)
-        diagnosis = change.diagnosis
-        if diagnosis is None:
-            return said
-        if set(finding.causes) <= set(diagnosis.possible):
-            said = f"possibly {said}"
-        same = diagnosis.unchanged and all(other.kind != "behavior" for other in change.findings)
-        if same and finding.kind in ("structure", "renamed"):
-            return f"{said}; behavior unchanged"
-        by = diagnosis.output if finding.kind == "behavior" else None
-        return said if by is None else f"{said}; the model's output changed{changed_by(by)}"
+        return _causes_text(finding, change)
     if finding.differences and all(d.kind == "noise" for d in finding.differences):
         return f"the noise grew, so that more passes, in {_layers_text(finding)}"
     moved = [d for d in finding.differences if d.change is not None]
@@ -115,6 +97,34 @@ def _layers_text(finding: Finding, what: str = "") -> str:
     """Return ``2 layers: fc1 and fc2``, with ``what`` before the colon."""
     layers = list(dict.fromkeys(difference.layer for difference in finding.differences))
     return f"{count(len(layers), 'layer')}{what}: {listed(collapsed(layers))}"
+
+
+def _calls_text(finding: Finding, change: SnapshotChange) -> str:
+    """Return how calls are written now, and how many layers cannot be compared alone because of it."""
+    told = [_repeated_cause_text(*pair) for pair in grouped(finding.causes)]
+    if not told and change.comparison is not None:
+        found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
+        told = [_row_text(row) for row in found]
+    parts = [listed(told, most=2)]
+    parts += ["every value is the same"] * (len(change.findings) == 1)
+    alone = {difference.layer for difference in finding.not_comparable}
+    parts += [f"{count(len(alone), 'layer')} cannot be compared alone"] * bool(alone)
+    return "; ".join(parts)
+
+
+def _causes_text(finding: Finding, change: SnapshotChange) -> str:
+    """Return the causes of a finding, and the change of the output."""
+    told = listed([_repeated_cause_text(*pair) for pair in grouped(finding.causes)], most=2)
+    diagnosis = change.diagnosis
+    if diagnosis is None:
+        return told
+    if set(finding.causes) <= set(diagnosis.possible):
+        told = f"possibly {told}"
+    same = diagnosis.unchanged and all(other.kind != "behavior" for other in change.findings)
+    if same and finding.kind in ("structure", "renamed"):
+        return f"{told}; behavior unchanged"
+    by = diagnosis.output if finding.kind == "behavior" else None
+    return told if by is None else f"{told}; the model's output changed{changed_by(by)}"
 
 
 def _repeated_cause_text(cause: Cause, times: int) -> str:

@@ -587,9 +587,7 @@ def _differences(diagnosis: Diagnosis, effect: Effect, *, architecture: bool) ->
         of_files += (("behavior", found) for found in run_differences(comparison))
         # If the arguments of a layer were renamed, it is run alone on different tensors, and the answers cannot be
         # compared. Then the values of the run show what its code does, unless zeros may hide it there.
-        own = {*(difference.layer for difference in comparison.differences), *comparison.names_before.paths}
-        callers = (step.parent for step in CallTree(comparison.actual).started if step.layer.name in own)
-        shown = own | {step.layer.name for step in callers if step is not None}
+        shown = _written_otherwise(comparison)
         shown -= {*layers_behind_zeros(comparison.actual), *layers_behind_zeros(comparison.expected)}
         for found in responses_to_other_tensors(comparison):
             of_files.append(("calls" if found.layer in shown else "behavior", found))
@@ -603,6 +601,13 @@ def _differences(diagnosis: Diagnosis, effect: Effect, *, architecture: bool) ->
 
 _OF_RESTING_LAYERS = frozenset({"layer added", "layer removed", "calls"})
 """Where every value is the same, only layers that compute nothing, and shared ones without weights, differ so."""
+
+
+def _written_otherwise(comparison: Comparison) -> set[str]:
+    """Return the layers that are called with different arguments or names, and the layers that call them."""
+    own = {*(difference.layer for difference in comparison.differences), *comparison.names_before.paths}
+    callers = (step.parent for step in CallTree(comparison.actual).started if step.layer.name in own)
+    return own | {step.layer.name for step in callers if step is not None}
 
 
 def part_not_compared(now: SnapshotVersion, before: SnapshotVersion) -> str | None:

@@ -62,9 +62,7 @@ class _Search:
         if isinstance(value, torch.Tensor):
             flat.tensors.append((path, value))
         elif value is None or isinstance(value, (bool, int, float, str)):
-            # That of a subclass (an enum, a numpy float) becomes the builtin type, which records are made of.
-            kind: Any = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
-            flat.plain[path] = kind and kind(value)
+            flat.plain[path] = _exactly(value)
         elif isinstance(value, _NAMED):
             flat.plain[path] = str(value)
         else:
@@ -104,7 +102,7 @@ class _Search:
             if self._left < 0:
                 self._leave(path, value, " of too many parts")
                 break
-            if not callable(part) or _attributes(part):  # it is a result, and no function, class or module
+            if not _is_code(part):
                 self.add(f"{path}.{name}", part)
         self._depth -= 1
         flat.plain = plain
@@ -115,6 +113,14 @@ class _Search:
     def _leave(self, path: str, value: Any, more: str = "") -> None:
         self._flat.known = False
         self._flat.opaque[path] = type(value).__qualname__ + more
+
+
+def _exactly(value: Any) -> Plain:
+    """Convert an instance of a subclass (an enum, a numpy float) to the builtin type, which records are made of."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value) if type(value) is not kind else value
+    return None
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]] | None:
@@ -148,6 +154,11 @@ def _attributes(value: Any) -> dict[str, Any]:
     if isinstance(value, (torch.nn.Module, Iterator, AsyncIterator, Mapping)):
         return {}
     return dict(getattr(value, "__dict__", {}))
+
+
+def _is_code(value: Any) -> bool:
+    """Whether an attribute is not a result but a function, a class or a module."""
+    return callable(value) and not _attributes(value)
 
 
 def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -152,7 +152,15 @@ class _RandomLog(DispatchMode):
         self._stores: dict[int, _Store] = {}  # the storages with random contents, by address
         self._sweep_at = 1024
         self._count = 0
-        self.paused = False
+        self._paused = False
+
+    def call_whole(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that fills its first argument at random, logged as one operation."""
+        self._paused = True
+        try:
+            return self.call(func, args, kwargs, pause=False)
+        finally:
+            self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DYNAMO_PACKAGE in sys.modules:  # a factory runs compiled code, and the log must not be compiled with it
@@ -160,7 +168,7 @@ class _RandomLog(DispatchMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pause: bool = True) -> Any:
-        if pause and self.paused:
+        if pause and self._paused:
             return func(*args, **kwargs)
         written, read = _written_and_read(func, args, kwargs)
         # An explicit generator is the user's own seed, and is left alone.
@@ -177,10 +185,7 @@ class _RandomLog(DispatchMode):
                 self._stores.pop(_key(tensor), None)
             return func(*args, **kwargs)
         keys_read = {_key(tensor) for tensor in read}
-        # A call that replaces all of a storage reads nothing of it.
-        is_op = isinstance(func, Operation)
-        replaces = not is_op or _name(func) in _FILLS or any(one.is_out for one in schema(func).arguments)
-        whole = {_key(t) for t in written if replaces and t.nbytes == t.untyped_storage().nbytes()} - keys_read
+        whole = {_key(t) for t in written if _overwrites(func, t)} - keys_read
         keys_read |= {_key(tensor) for tensor in written} - whole
         if not draws and not keys_read & self._stores.keys():
             for key in whole:
@@ -251,11 +256,7 @@ def _trunc_normal_logged_whole(log: _RandomLog) -> Iterator[None]:
     original = getattr(nn.init, TRUNC_NORMAL)
 
     def logged(*args: Any, **kwargs: Any) -> Any:
-        log.paused = True
-        try:
-            return log.call(original, args, kwargs, pause=False)
-        finally:
-            log.paused = False
+        return log.call_whole(original, *args, **kwargs)
 
     setattr(nn.init, TRUNC_NORMAL, logged)
     try:
@@ -313,36 +314,16 @@ class _Replay:
         self._storages: dict[_Store, torch.UntypedStorage] = {}  # with their contents up to now
         # Which tensors show a store: first byte, end, and rank, the place of the tensor's name.
         self._claims: dict[_Store, list[tuple[int, int, int]]] = {}
-        # Parameters, then buffers, then tensors kept as plain attributes.
-        named = [*model.named_parameters(), *model.named_buffers()]
-        for prefix, module in model.named_modules():
-            named += [(f"{prefix}.{key}".lstrip("."), value) for key, value in vars(module).items()]
-        for name, tensor in named:
-            if has_dense_storage(tensor) and (store := log.store_of(tensor)):
+        for name, tensor in _tensors(model):
+            if store := log.store_of(tensor):
                 low, high = log._view(tensor).extent()
                 self._claims.setdefault(store, []).append((low, high, len(self._names)))
                 self._storages[store] = tensor.untyped_storage()
                 self._names.append(old_name(name, rename))
-        waiting, found = [store.last for store in self._storages], set[_Op]()
-        while waiting:
-            op = waiting.pop()
-            if op and op not in found:
-                found.add(op)
-                waiting.extend(op.before)
-        self._ops = sorted(
-            found, key=lambda op: op.index
-        )  # with all that they depend on, in the order of the first run
+        self._ops = _ancestry(store.last for store in self._storages)
 
     def run(self) -> None:
-        counts: Counter[int] = Counter()
-        owners = self._owners()
-        for op in self._ops:  # each draw is seeded by the first name in which it ends up
-            rank = owners.get(op)
-            if op.seed is not None and rank is not None and not op.observed:
-                number = counts[rank]
-                counts[rank] += 1
-                op.seed = derive(self._seed, self._names[rank] + (f"#{number}" if number else ""))
-        if not counts:
+        if not self._name_draws():
             return
         # To save memory, what no tensor of the model shows is freed after its last use.
         last_use = {store: op for op in self._ops for store in op.stores}
@@ -374,6 +355,19 @@ class _Replay:
             self._storages[store] = torch.UntypedStorage(store.nbytes, device=store.device)
         return leaf.of(self._storages[store])
 
+    def _name_draws(self) -> bool:
+        """Seed each draw by the first name in which it ends up; return whether any draw changes."""
+        counts: Counter[int] = Counter()
+        owners = self._owners()
+        for op in self._ops:
+            rank = owners.get(op)
+            if op.seed is not None and rank is not None and not op.observed:
+                number = counts[rank]
+                counts[rank] += 1
+                name = self._names[rank] + (f"#{number}" if number else "")
+                op.seed = derive(self._seed, name)
+        return bool(counts)
+
     def _owners(self) -> dict[_Op, int]:
         """Return the rank of the tensor that each operation fills, or else of the first that depends on it.
 
@@ -396,6 +390,27 @@ class _Replay:
             for first, end, rank in self._claims.get(store, ()):
                 if low < end and first < high:
                     yield rank
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, then buffers, then tensors kept as plain attributes, each with its name."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for prefix, module in model.named_modules():
+        named += [(f"{prefix}.{key}".lstrip("."), value) for key, value in vars(module).items()]
+    for name, tensor in named:
+        if has_dense_storage(tensor):
+            yield name, tensor
+
+
+def _ancestry(ops: Iterable[_Op | None]) -> list[_Op]:
+    """Return the operations and all that they depend on, in the order of the first run."""
+    waiting, found = list(ops), set[_Op]()
+    while waiting:
+        op = waiting.pop()
+        if op and op not in found:
+            found.add(op)
+            waiting.extend(op.before)
+    return sorted(found, key=lambda op: op.index)
 
 
 # --- operations and tensors -------------------------------------------------------------------
@@ -441,22 +456,33 @@ def _written_and_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return written, read
 
 
+def _overwrites(func: Any, tensor: torch.Tensor) -> bool:
+    """Whether a call that writes `tensor` replaces all of its storage and reads nothing of it."""
+    is_op = isinstance(func, Operation)
+    replaces = not is_op or _name(func) in _FILLS or any(a.is_out for a in schema(func).arguments)
+    return replaces and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
 def _execute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the operation, on the CPU if it draws, so that all devices and machines get the same numbers."""
     # Held: an interrupt that comes as the block is left would leave the mode on.
     with held(), _Portable():
-        if op.seed is None:
-            return op.func(*args, **kwargs)
-        leaves = _leaves((args, kwargs))
-        devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        devices += [leaf for leaf in leaves if isinstance(leaf, torch.device)]
-        device = next((device for device in devices if device.type != "cpu"), None)
-        # No name has a function that is logged whole.
-        if device is not None and _name(op.func) not in _FILLS | _SOURCES | {""}:
-            torch.manual_seed(op.seed)
-            return op.func(*args, **kwargs)
-        torch.default_generator.manual_seed(op.seed)
-        return op.func(*args, **kwargs) if device is None else _on_cpu(op.func, args, kwargs, device)
+        return op.func(*args, **kwargs) if op.seed is None else _draw(op.func, op.seed, args, kwargs)
+
+
+def _draw(func: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves = _leaves((args, kwargs))
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    devices += [leaf for leaf in leaves if isinstance(leaf, torch.device)]
+    device = next((device for device in devices if device.type != "cpu"), None)
+    if device is None:
+        torch.default_generator.manual_seed(seed)
+        return func(*args, **kwargs)
+    if _name(func) in _FILLS | _SOURCES | {""}:  # no name has a function that is logged whole
+        torch.default_generator.manual_seed(seed)
+        return _on_cpu(func, args, kwargs, device)
+    torch.manual_seed(seed)
+    return func(*args, **kwargs)
 
 
 class _Portable(DispatchMode):

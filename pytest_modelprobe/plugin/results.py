@@ -60,26 +60,12 @@ class ResultsWriter:
         """Collect outcome, failure and what was recorded. If a test runs again, its last attempt counts."""
         if report.when == "setup" or report.nodeid not in self._tests:
             self._ended.discard(report.nodeid)
-            path, line, _ = report.location
-            self._tests[report.nodeid] = {
-                "id": report.nodeid,
-                "outcome": "passed",
-                "duration": 0.0,
-                "file": path.replace("\\", "/"),
-                "line": None if line is None else line + 1,
-                "message": "",
-                "failure": "",
-            }
+            self._tests[report.nodeid] = _new(report)
         test = self._tests[report.nodeid]
         test["duration"] += report.duration
         outcome = _outcome(report, test["outcome"])
         if outcome != test["outcome"]:
-            said = getattr(report, "wasxfail", "")
-            if not said and isinstance(report.longrepr, tuple):
-                said = report.longrepr[2]
-            crash = getattr(report.longrepr, "reprcrash", None)
-            said = said or (report.longreprtext if crash is None else crash.message)
-            test.update(outcome=outcome, message=next(iter(said.strip().splitlines()), ""), failure=_failure(report))
+            test.update(outcome=outcome, message=_message(report), failure=_failure(report))
         if report.when not in ("setup", "call", "teardown"):  # xdist made it: a worker died in the test
             test.update(runs=[], snapshots=[], figures=[])
         if report.when == "teardown":
@@ -169,6 +155,19 @@ class ResultsWriter:
         return None if ended and session.exitstatus != pytest.ExitCode.INTERRUPTED else "the run was interrupted"
 
 
+def _new(report: pytest.TestReport) -> dict[str, Any]:
+    path, line, _ = report.location
+    return {
+        "id": report.nodeid,
+        "outcome": "passed",
+        "duration": 0.0,
+        "file": path.replace("\\", "/"),
+        "line": None if line is None else line + 1,
+        "message": "",
+        "failure": "",
+    }
+
+
 def _outcome(report: pytest.TestReport, before: str) -> str:
     """Return the outcome of a test after another phase, in the words of pytest's summary."""
     if before == "failed":
@@ -179,6 +178,16 @@ def _outcome(report: pytest.TestReport, before: str) -> str:
     if report.skipped:
         return "xfailed" if expected else "skipped"
     return "xpassed" if expected and report.when == "call" else before
+
+
+def _message(report: pytest.TestReport) -> str:
+    """Return the first line of a failure, or the reason of a skip."""
+    said = getattr(report, "wasxfail", "")
+    if not said and isinstance(report.longrepr, tuple):
+        said = report.longrepr[2]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    said = said or (report.longreprtext if crash is None else crash.message)
+    return next(iter(said.strip().splitlines()), "")
 
 
 def _failure(report: pytest.TestReport) -> str:

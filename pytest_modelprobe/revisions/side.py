@@ -369,8 +369,7 @@ def _beginnings(nodeid: str) -> set[str]:
     return {nodeid, *("::".join(plain[:n]) for n in range(1, len(plain) + 1))}
 
 
-def main(told: str, answer: str) -> None:
-    """Run the tests of a job, and write what became of them."""
+def _end_with_parent() -> None:
     descriptor = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -382,6 +381,11 @@ def main(told: str, answer: str) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def main(told: str, answer: str) -> None:
+    """Run the tests of a job, and write what became of them."""
+    _end_with_parent()
     data = json.loads(Path(told).read_text("ascii"))
     job = Job(**{**data, "tests": None if data["tests"] is None else frozenset(data["tests"])})
     config = child.configured(job.options, (*job.plugins, "no:cacheprovider"), job.files)

@@ -90,8 +90,7 @@ def _perturb(tensor: torch.Tensor, name: str, units: int, result: torch.Tensor) 
     """Write a real tensor, perturbed, to ``result``, which may be the tensor itself."""
     # Floats of one sign are ordered as the integers with the same bits are, so one unit is 1 in these integers.
     bits, moved = (x.view(_BITS[x.dtype]) for x in (tensor, result))
-    half_of_largest = torch.tensor(torch.finfo(tensor.dtype).max / 2, dtype=tensor.dtype)
-    most = int(half_of_largest.view(_BITS[tensor.dtype]))
+    most = _half_of_largest(tensor.dtype)
     drawn = numpy.random.default_rng(seeding.derive(0, name)).bytes(-(-tensor.numel() // 8))
     if not (tensor.is_cpu and tensor.is_contiguous() and result.is_contiguous()):
         signs = _signs(drawn, tensor.numel()).view(tensor.shape).to(tensor.device)
@@ -113,6 +112,12 @@ def _move(bits: torch.Tensor, signs: torch.Tensor, units: int, most: int, result
         torch.add(bits, signs, out=result)
     else:  # the signs are not converted, which would take longer than the additions
         torch.add(bits, signs, alpha=2 * units, out=result).sub_(units)
+
+
+@functools.cache
+def _half_of_largest(dtype: torch.dtype) -> int:
+    """Return the bits of half the largest number of a dtype."""
+    return int(torch.tensor(torch.finfo(dtype).max / 2, dtype=dtype).view(_BITS[dtype]))
 
 
 def _signs(drawn: bytes, count: int) -> torch.Tensor:

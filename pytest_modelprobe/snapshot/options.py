@@ -96,11 +96,6 @@ def policy_of(config: pytest.Config) -> Policy:
     for name, given in {"reason": reason, "accept": accept}.items():
         if given is not None and not getattr(config.option, "update_snapshots", False):
             raise pytest.UsageError(f"--modelprobe-{name} is about what an update writes: add --snapshot-update")
-    if _IN_CI not in config.stash:  # a conftest.py loaded the plugin
-        read_environment(config)
-    # The environment of workers of pytest-xdist and of ranks is what a conftest.py left of it.
-    told = getattr(config, "workerinput", {}).get("modelprobe_in_ci", config.stash[_IN_CI])
-    config.option.modelprobe_in_ci = getattr(config.option, "modelprobe_in_ci", told)
     return Policy(
         compare=option or ini or "all",
         strict=(option or ini) == "all",
@@ -110,8 +105,17 @@ def policy_of(config: pytest.Config) -> Policy:
         reason=reason,
         accept=math.inf if accept is None else accept,
         output=Path(config.invocation_params.dir, output) if output else None,
-        may_write=not config.option.modelprobe_in_ci or _of_command_line(config, "--modelprobe-allow-update-in-ci"),
+        may_write=_may_write(config),
     )
+
+
+def _may_write(config: pytest.Config) -> bool:
+    if _IN_CI not in config.stash:  # a conftest.py loaded the plugin
+        read_environment(config)
+    # The environment of workers of pytest-xdist and of ranks is what a conftest.py left of it.
+    told = getattr(config, "workerinput", {}).get("modelprobe_in_ci", config.stash[_IN_CI])
+    config.option.modelprobe_in_ci = getattr(config.option, "modelprobe_in_ci", told)
+    return not config.option.modelprobe_in_ci or _of_command_line(config, "--modelprobe-allow-update-in-ci")
 
 
 def keeps_unused(config: pytest.Config, option: str) -> bool:

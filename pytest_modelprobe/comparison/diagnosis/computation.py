@@ -91,12 +91,26 @@ def computation_causes(
     """
     certain: Causes = {}
     possible: Causes = {}
-    # Containers that call their children otherwise, one cause of each.
+    _add_other_calls(index, recorded, explained, certain, possible)
+    _add_other_responses(index, explained, certain, possible)
+    _add_seen_in_run(index, explained, certain, possible)
+    changed = {cause.layer for cause in recorded if cause.what not in ("renamed", "path")} | {*certain, *possible}
+    told = [_with_attributes(index, _with_effect_of_call(index, cause, changed)) for cause in certain.values()]
+    return in_layer_order(told, index.executed_layers), in_layer_order(possible.values(), index.executed_layers)
+
+
+def _add_other_calls(
+    index: ComparisonIndex, recorded: Sequence[Cause], explained: Collection[str], certain: Causes, possible: Causes
+) -> None:
+    """Add the containers that call their children otherwise, one cause of each."""
     altered = {cause.layer for cause in recorded if cause.kind == "attribute" or cause.what == "type"}
     for cause in (*_changed_child_inputs(index), *_reshaped_outputs(index), *_changed_call_counts(index, explained)):
         if cause.layer not in altered:
             (possible if {_DATA_DEPENDENT, _ROUTED} & {*cause.hints} else certain).setdefault(cause.layer, cause)
-    # Layers whose isolated response differs; only possible where something else may explain it.
+
+
+def _add_other_responses(index: ComparisonIndex, explained: Collection[str], certain: Causes, possible: Causes) -> None:
+    """Add the layers whose isolated response differs; only possible where something else may explain it."""
     around = {index.caller(name) for name in (*index.added, *index.removed)}
     for pair in index.comparison.calls:
         found = response_differences(index, pair)
@@ -112,27 +126,27 @@ def computation_causes(
             possible.setdefault(pair.layer, doubtful)
         elif before is None or before.evidence == "recorded":
             certain[pair.layer] = cause if before is None else _merged(before, cause)
-    # Layers whose inputs match in the run and whose outputs do not.
+
+
+def _add_seen_in_run(index: ComparisonIndex, explained: Collection[str], certain: Causes, possible: Causes) -> None:
+    """Add the layers whose inputs match in the run and whose outputs do not."""
     same_weights = not any(index.differences("weights", "buffer"))  # a layer may use those of another
     for step in index.steps:
-        called = index.pair_of(step)
-        seen = None if called is None or called.layer in explained else _propagated_cause(index, step, called)
-        if called is None or seen is None:
+        pair = index.pair_of(step)
+        seen = None if pair is None or pair.layer in explained else _propagated_cause(index, step, pair)
+        if pair is None or seen is None:
             continue
         cause, sure = seen
-        if called.layer in certain:
-            certain[called.layer] = _merged(certain[called.layer], cause)
+        if pair.layer in certain:
+            certain[pair.layer] = _merged(certain[pair.layer], cause)
         elif not sure:
-            possible.setdefault(called.layer, cause)
-        elif index.is_response_conclusive(called) and not (
+            possible.setdefault(pair.layer, cause)
+        elif index.is_response_conclusive(pair) and not (
             same_weights and _is_far_beyond_noise(cause) and not _enters_changed_code(index, step, certain)
         ):
-            possible.setdefault(called.layer, cause.with_hints("its isolated response is unchanged"))
+            possible.setdefault(pair.layer, cause.with_hints("its isolated response is unchanged"))
         else:
-            certain[called.layer] = cause
-    changed = {cause.layer for cause in recorded if cause.what not in ("renamed", "path")} | {*certain, *possible}
-    told = [_with_attributes(index, _with_effect_of_call(index, cause, changed)) for cause in certain.values()]
-    return in_layer_order(told, index.executed_layers), in_layer_order(possible.values(), index.executed_layers)
+            certain[pair.layer] = cause
 
 
 def _merged(first: Cause, second: Cause) -> Cause:
@@ -346,15 +360,9 @@ def _isolated_cause(index: ComparisonIndex, pair: CallPair, found: list[Differen
         return cause_of(
             "computation", [first, *found], what=made, evidence="isolated", is_generated=True, change=None, noise=None
         )
-    # A child that only one of them calls returns a synthetic tensor, so what follows it differs in any case.
-    both = children(pair.actual.response).keys() & children(pair.expected.response).keys()
-    places = ([h.where for h in emitted(response)] for response in (pair.actual.response, pair.expected.response))
-    now, then = ({*itertools.takewhile(lambda place: split_place(place)[0] in both, of)} for of in places)
-    before = now & then
+    before = _before_other_children(pair)
     sized = [d for d in found if d.change is not None and d.what in before]
-    changed = children(pair.actual.response).keys() ^ children(pair.expected.response).keys()
-    names = {child_of(pair, called) for called in changed if called}
-    times = next((d for d in index.differences("calls") if d.layer in names), None)
+    times = _changed_call_count(index, pair)
     child = "" if times is None else relative_name(times.layer, pair.layer)
     if times is not None and 0 not in (times.actual, times.expected):
         cause = cause_of("computation", [times, *found], layer=pair.layer, what=f"calls of {child}")
@@ -368,11 +376,29 @@ def _isolated_cause(index: ComparisonIndex, pair: CallPair, found: list[Differen
     return cause.with_size(worst, evidence="isolated")
 
 
+def _before_other_children(pair: CallPair) -> set[str]:
+    """Return what both responses emit before a child that only one of them calls.
+
+    Such a child returns a synthetic tensor, so what follows it differs, whatever the code computes in its place.
+    """
+    both = children(pair.actual.response).keys() & children(pair.expected.response).keys()
+    places = ([h.where for h in emitted(response)] for response in (pair.actual.response, pair.expected.response))
+    now, then = ({*itertools.takewhile(lambda place: split_place(place)[0] in both, of)} for of in places)
+    return now & then
+
+
 def _is_argument(difference: Difference) -> bool:
     """Whether a response differs in a plain argument of a child, or in whether it is called, not in numbers."""
     sides = (difference.actual, difference.expected)
     plain = all(str(side).startswith("=") for side in sides)
     return difference.change is None and " " in difference.what and (None in sides or plain)
+
+
+def _changed_call_count(index: ComparisonIndex, pair: CallPair) -> Difference | None:
+    """Return the child whose number of calls changed in the run, if the response shows it too."""
+    changed = children(pair.actual.response).keys() ^ children(pair.expected.response).keys()
+    names = {child_of(pair, called) for called in changed if called}
+    return next((d for d in index.differences("calls") if d.layer in names), None)
 
 
 def _position_of(order: Sequence[str], where: str) -> str:

@@ -163,19 +163,11 @@ def render(results: Results) -> str:
         if layers < _OPEN_LAYERS:
             unfolded.add(i)
             layers += sum(len(run.record.layers) for run in test.runs)
-    shows = {"all": f"All {len(results.tests)}", "failed": "Failed", "found": "With findings"}
-    buttons = [
-        tag("button", said, type="button", data_show=which, aria_pressed="true" if which == "all" else "false")
-        for which, said in shows.items()
-    ]
-    box = tag("input", type="search", id="search", autocomplete="off", spellcheck="false")
-    search = tag("label", "Search ", box)
-    group = tag("div", buttons, role="group", aria_label="Which tests", class_="buttons")
     main = [
         _verdict(results, causes),
         _base_section(results.base),
         _causes_section(causes, results.tests),
-        tag("form", search, group, tag("output", id="count"), class_="toolbar", role="search", hidden=True),
+        _toolbar(results.tests),
         tag("section", tag("h2", "Tests"), [_test(i, test, i in unfolded) for i, test in tests], id="tests"),
     ]
     facts = [f"commit {results.commit[:12]}" if results.commit else ""]
@@ -332,6 +324,19 @@ def _cause_item(found: _Cause, tests: Sequence[CaseResult]) -> Markup:
     links = bullets(tag("a", tests[i].id, href=f"#t{i}") for i in found.tests)
     said = tag("p", found.said, class_="said")
     return tag("li", said, tag("p", facts) if facts else None, hints, folded(follows, links))
+
+
+def _toolbar(tests: Sequence[CaseResult]) -> Markup:
+    """Return the controls, which the script shows."""
+    shows = {"all": f"All {len(tests)}", "failed": "Failed", "found": "With findings"}
+    buttons = [
+        tag("button", said, type="button", data_show=which, aria_pressed="true" if which == "all" else "false")
+        for which, said in shows.items()
+    ]
+    box = tag("input", type="search", id="search", autocomplete="off", spellcheck="false")
+    search = tag("label", "Search ", box)
+    group = tag("div", buttons, role="group", aria_label="Which tests", class_="buttons")
+    return tag("form", search, group, tag("output", id="count"), class_="toolbar", role="search", hidden=True)
 
 
 # --- tests --------------------------------------------------------------------------------------------------------
