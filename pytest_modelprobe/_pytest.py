@@ -71,6 +71,13 @@ def run_again(item: pytest.Item) -> list[pytest.TestReport]:
     What it shares with other tests, such as fixtures of wider scope, stays set up. Its warnings are filtered as usual,
     but not reported.
     """
+    with _warnings_filtered(item):
+        reports = run_once(item, item.parent)
+    return [report for report in reports if report.failed or not is_of_subtest(report)]
+
+
+def run_once(item: pytest.Item, nextitem: pytest.Item | pytest.Collector | None) -> list[pytest.TestReport]:
+    """Run setup, call and teardown of a test, and return all reports, of which no plugin is told."""
     test: Any = item
     hook, properties = item.ihook, len(item.user_properties)
     if hasattr(test, "_initrequest"):
@@ -83,12 +90,12 @@ def run_again(item: pytest.Item) -> list[pytest.TestReport]:
         reports.append(report)
         return bool(report.passed)
 
-    with _warnings_filtered(item), _subtests_reported_to(reports, item):
+    with _subtests_reported_to(reports, item):
         try:
             if phase("setup", lambda: hook.pytest_runtest_setup(item=item)):
                 phase("call", lambda: hook.pytest_runtest_call(item=item))
         finally:
-            phase("teardown", lambda: hook.pytest_runtest_teardown(item=item, nextitem=item.parent))
+            phase("teardown", lambda: hook.pytest_runtest_teardown(item=item, nextitem=nextitem))
             if hasattr(test, "_request"):
                 test._request = False
                 test.funcargs = None
@@ -147,9 +154,8 @@ class _Unreported:
         return getattr(self._hooks, name)
 
     def pytest_runtest_logreport(self, *, report: pytest.TestReport) -> None:
-        """Keep a subtest that failed."""
-        if report.failed:
-            self._reports.append(report)
+        """Keep the report of a subtest."""
+        self._reports.append(report)
 
     def pytest_exception_interact(self, **_: object) -> None:
         """Do nothing."""

@@ -79,6 +79,22 @@ def build(factory: Callable[[], M], *, seed: int, rename: Mapping[str, str] | No
     return model
 
 
+def initialize(module: nn.Module, init: Callable[[], None], *, seed: int) -> None:
+    """Run the constructor of a module, and draw each random weight with a seed made of its own name, as `build` does.
+
+    >>> layer = nn.Linear.__new__(nn.Linear)
+    >>> initialize(layer, lambda: nn.Linear.__init__(layer, 2, 2), seed=0)
+    >>> layer.weight.shape
+    torch.Size([2, 2])
+    """
+    with held(), seeded(seed):
+        log = _RandomLog(seed)
+        with log, _trunc_normal_logged_whole(log), interruptible():
+            init()
+        with torch.no_grad(), without_torch_function(), interruptible():
+            _Replay(log, module, seed, {}).run()
+
+
 def _no_factory(value: object, kind: str = "") -> str:
     what = f"a {type(value).__name__}" + (", already made" if isinstance(value, nn.Module) else "")
     return f"build() takes a function that makes the model: build(lambda: Net(...)); got {kind}{what}"

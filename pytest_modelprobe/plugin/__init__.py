@@ -115,7 +115,11 @@ def pytest_configure(config: pytest.Config) -> None:
         _register(config, Annotations(lambda: snapshots.results, base), "modelprobe-annotations")
     if sides is not None:
         _register(config, sides, "modelprobe-base")
-        _register(config, sides.recorder(), RECORDER)
+        recorder = sides.recorder()
+        _register(config, recorder, RECORDER)
+        from pytest_modelprobe.revisions.observer import ModelObserver
+
+        _register(config, ModelObserver(recorder, reruns=True), "modelprobe-observer")
 
 
 def _register(config: pytest.Config, part: object, name: str) -> None:

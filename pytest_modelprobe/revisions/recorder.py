@@ -9,10 +9,10 @@ that runs second sees this while its model is there. The side that ran first run
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shutil
 import sys
+import uuid
 from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,15 @@ from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.record import Record, is_narrow
 
 from .pairs import Written, compare_records, folder_of, read_one
+
+
+REASONS = "reasons"
+"""The folder, in a folder of records, of the reasons why models are not watched."""
+
+
+def is_probed(item: pytest.Item) -> bool:
+    """Whether a test has a probe, so that it says itself what is recorded."""
+    return not {"modelprobe", "modelprobe_factory"}.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 class Recorder:
@@ -49,7 +58,7 @@ class Recorder:
         self._evidence, self._beside, self._like = evidence, beside, like
         self._test = ""
         self._made = 0
-        self._watches: list[Any] = []
+        self._watches: list[tuple[Any, str | None]] = []
 
     # --- what the probe calls -----------------------------------------------------------------------------------------
 
@@ -64,9 +73,23 @@ class Recorder:
         self._made += 1
         self._write(f"{kind} {self._made}", record, model)
 
-    def watched(self, watch: Any) -> None:
-        """Note a watch, whose record is written when the test ends."""
-        self._watches.append(watch)
+    def watched(self, watch: Any, key: str | None = None) -> None:
+        """Note a watch, whose record is written when the test ends.
+
+        Args:
+            watch: The watch.
+            key: The key of the record, of a model that the test did not ask to be watched.
+        """
+        self._watches.append((watch, key))
+
+    def unwatched(self, reason: str) -> None:
+        """Note that a model of the test is not watched."""
+        self._write_reason(reason)
+
+    def discard(self) -> None:
+        """Take back what the test recorded, as it failed."""
+        shutil.rmtree(folder_of(self._folder, self._test), ignore_errors=True)
+        self._write_reason("its test failed")
 
     # --- what pytest calls --------------------------------------------------------------------------------------------
 
@@ -85,13 +108,23 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:
         """Write the watches of the test."""
-        for number, watch in enumerate(self._watches, 1):
-            with contextlib.suppress(ModelProbeError):
-                record = watch.first_step if watch.steps else watch.first
-                self._write(f"watch {number}", record, watch.model)
+        for number, (watch, key) in enumerate(self._watches, 1):
+            try:
+                record = watch.first_step if watch.steps else watch.record if key else watch.first
+                self._write(key or f"watch {number}", record, watch.model)
+            except Exception as error:
+                if key is None and not isinstance(error, ModelProbeError):
+                    raise
+                if key is not None:
+                    self._write_reason(f"{type(error).__name__}: {error}".partition("\n")[0])
         self._watches.clear()
 
     # --- files --------------------------------------------------------------------------------------------------------
+
+    def _write_reason(self, reason: str) -> None:
+        folder = self._folder / REASONS
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{uuid.uuid4().hex}.txt").write_text(f"{self._test}\n{reason}", "utf-8", "surrogateescape")
 
     def _write(self, key: str, record: Record, model: Any) -> None:
         if not self._test:  # a probe that a plugin made

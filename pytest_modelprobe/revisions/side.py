@@ -28,7 +28,7 @@ from pytest_modelprobe import child
 from pytest_modelprobe.exceptions import ModelProbeError
 
 from .pairs import Pair, Written, judged, read_written
-from .recorder import Recorder
+from .recorder import Recorder, is_probed
 
 _PACKAGES = ("pytest-modelprobe", "torch", "pytest")
 
@@ -56,6 +56,8 @@ class Job:
     beside: str | None = None
     like: str | None = None
     """As in `Recorder`."""
+    observe: bool = False
+    """Whether models of tests without a probe are watched too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +246,7 @@ class TestsOn:
         files = sorted({str(self.root / test.partition("::")[0]) for test in tests})
         files = [file for file in files if Path(file).is_file()]
         job = functools.partial(
-            Job, tests=tests, options=self.options, plugins=self.plugins, records=str(records), **more
+            Job, tests=tests, options=self.options, plugins=self.plugins, records=str(records), observe=True, **more
         )
         parts = (files[number :: self.processes] for number in range(self.processes))
         return self.side.run([job(files=part) for part in parts if part], self.logs / records.name)
@@ -325,9 +327,8 @@ class _Tests:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, Any, Any]:
         """Leave the tests that were asked for."""
         result = yield
-        probes = {"modelprobe", "modelprobe_factory"}
         self._collected = [item.nodeid for item in items]
-        self._with_probe = [i.nodeid for i in items if probes & {*getattr(i, "fixturenames", ())}]
+        self._with_probe = [item.nodeid for item in items if is_probed(item)]
         if self._job.tests is not None:
             asked = (
                 {test.removeprefix(f"{items[0].config.rootpath.as_posix()}/") for test in self._job.tests}
@@ -392,6 +393,10 @@ def main(told: str, answer: str) -> None:
     beside, like = (None if f is None else Path(f) for f in (job.beside, job.like))
     recorder = Recorder(Path(job.records), evidence=job.evidence, beside=beside, like=like)
     config.pluginmanager.register(recorder, "modelprobe-recorder")
+    if job.observe:
+        from .observer import ModelObserver
+
+        config.pluginmanager.register(ModelObserver(recorder, reruns=False), "modelprobe-observer")
     tests = _Tests(job)
     config.pluginmanager.register(tests, "modelprobe-side")
     child.run_as_worker(config, {"workerid": "base", "workercount": 1})

@@ -1,0 +1,266 @@
+"""Watches every model that a test makes or calls, with nothing written for it.
+
+Two doors of `torch.nn.Module` are watched, both outermost only: construction and call. Within each, random numbers are
+drawn from a seed of its own, and the random states are put back afterwards. So what a test draws depends on nothing
+that a model draws, and the weights of a layer depend on its name: a layer that is added changes no other number.
+
+The seed of a door is made of the newest seed that the test has set, the class of the model, and how many of that class
+there were since. Code that sets a seed twice to get the same model twice still gets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_modelprobe._pytest import run_once
+from pytest_modelprobe._torch import tracing_state
+from pytest_modelprobe.models import derive, initialization, seeded
+from pytest_modelprobe.runs import Watch
+
+from .recorder import Recorder, is_probed
+
+_MOST_MODELS = 24
+"""Models of a test that are watched."""
+
+_MOST_FORWARDS = 3
+"""Forwards of a model that are watched."""
+
+_SEEDS = (torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "get_rng_state"), (torch, "set_rng_state")
+
+_COMPILERS = (torch.jit, "script"), (torch.jit, "trace"), (torch, "compile"), (torch.export, "export")
+"""What compiles a model sees no hooks of Python, or refuses them."""
+
+
+class ModelObserver:
+    """A plugin that watches the models of the tests that have no probe.
+
+    Args:
+        recorder: Is told of each watch, and why a model has none.
+        reruns: Whether a test that failed runs once more without being watched, and that outcome counts.
+    """
+
+    def __init__(self, recorder: Recorder, *, reruns: bool) -> None:
+        self._recorder, self._reruns = recorder, reruns
+        self._is_on = self._is_inside = self._may_watch = False
+        self._thread = threading.get_ident()
+        self._seed = ""
+        """The newest seed that the test has set, or the fixture that is set up."""
+        self._drawn: Counter[tuple[str, str]] = Counter()
+        self._made: dict[int, tuple[ref[nn.Module], ref[nn.Module]]] = {}
+        """Id of a module → the module, and the outermost one that was made with it inside."""
+        self._watches: dict[int, Watch] = {}
+        """Id of each module of a watched model → the watch, which keeps the module."""
+        self._calls: Counter[Watch] = Counter()
+        self._numbers: Counter[str] = Counter()
+        self._replaced: list[tuple[type, Any]] = []
+        """The classes whose ``__init__`` is replaced, each with its own one or `None`."""
+
+    # --- doors --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        call = nn.Module.__call__
+
+        @functools.wraps(call)
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # torch.compile takes the first condition for a constant.
+            if torch.compiler.is_compiling() or not self._sees():
+                return call(module, *args, **kwargs)
+            with self._door("call", module):
+                self._look_at(module)
+                return call(module, *args, **kwargs)
+
+        def new(cls: type[nn.Module], *_: Any, **__: Any) -> Any:
+            if not (hasattr(vars(cls).get("__init__"), "_is_door") or issubclass(cls, torch.jit.ScriptModule)):
+                self._replace_init(cls)
+            return object.__new__(cls)
+
+        with contextlib.ExitStack() as stack:
+
+            def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, function)
+
+            replace(nn.Module, "__call__", called)
+            for owner, name in _SEEDS:
+                replace(owner, name, self._setting_seed(getattr(owner, name)))
+            for owner, name in _COMPILERS:
+                replace(owner, name, self._closing(getattr(owner, name)))
+            stack.callback(self._put_back)
+            nn.Module.__new__ = staticmethod(new)  # type: ignore[assignment,method-assign]
+            yield
+
+    def _replace_init(self, cls: type[nn.Module]) -> None:
+        own, init = vars(cls).get("__init__"), cls.__init__
+
+        @functools.wraps(init)
+        def made(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or not self._sees():
+                return init(module, *args, **kwargs)
+            with self._door("make", module) as seed:
+                initialization.initialize(module, functools.partial(init, module, *args, **kwargs), seed=seed)
+            there = ref(module)
+            self._made.update((id(one), (ref(one), there)) for one in module.modules())
+            return None
+
+        made._is_door = True  # type: ignore[attr-defined]
+        self._replaced.append((cls, own))
+        cls.__init__ = made  # type: ignore[method-assign]
+
+    def _put_back(self) -> None:
+        del nn.Module.__new__
+        for cls, own in self._replaced:
+            if own is None:
+                del cls.__init__
+            else:
+                cls.__init__ = own  # type: ignore[misc]
+        self._replaced.clear()
+
+    def _sees(self) -> bool:
+        is_here = threading.get_ident() == self._thread and tracing_state() is None
+        return self._is_on and not self._is_inside and is_here
+
+    @contextlib.contextmanager
+    def _door(self, kind: str, module: nn.Module) -> Iterator[int]:
+        """Let random numbers be drawn from a seed of their own within the block."""
+        key = self._seed, f"{kind} {type(module).__qualname__}"
+        self._drawn[key] += 1
+        seed = derive(0, f"{key[0]} {key[1]} {self._drawn[key]}")
+        self._is_inside = True
+        try:
+            with seeded(seed):
+                yield seed
+        finally:
+            self._is_inside = False
+
+    def _setting_seed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Count anew after a seed was set. A state that is taken may be set later, so it begins a count too."""
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            found = function(*args, **kwargs)
+            if not torch.compiler.is_compiling() and self._sees():
+                (given,) = (*args, *kwargs.values()) or (found,)
+                state = given.cpu().numpy().tobytes() if isinstance(given, torch.Tensor) else str(given).encode()
+                self._seed = hashlib.sha256(state).hexdigest()
+                self._drawn.clear()
+            return found
+
+        return wrapper
+
+    def _closing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for watch in {*self._watches.values()}:
+                watch.close()
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    # --- watches ------------------------------------------------------------------------------------------------------
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Watch the model that a module is part of, if it is new."""
+        watch = self._watches.get(id(module))
+        if watch is not None:
+            self._calls[watch] += 1
+            if self._calls[watch] > _MOST_FORWARDS:
+                watch.close()
+            return
+        one, around = self._made.get(id(module), (lambda: None, lambda: None))
+        root = around() if one() is module else None
+        root = module if root is None or all(module is not inside for inside in root.modules()) else root
+        modules = list(root.modules())
+        is_new = self._may_watch and not any(id(one) in self._watches for one in modules)
+        if not is_new or all(type(one).__module__.partition(".")[0] == "torch" for one in modules):
+            return
+        if len({*self._watches.values()}) == _MOST_MODELS:
+            self._recorder.unwatched(f"a test has more than {_MOST_MODELS} models")
+            return
+        try:
+            watch = Watch(root)
+        except Exception as error:  # noqa: BLE001 - what cannot be watched is counted, and fails no test
+            self._recorder.unwatched(f"{type(error).__name__}: {error}".partition("\n")[0])
+            return
+        self._watches.update(dict.fromkeys(map(id, modules), watch))
+        self._calls[watch] = 1
+        name = type(root).__qualname__.rpartition("<locals>.")[2]
+        self._numbers[name] += 1
+        self._recorder.watched(watch, f"{name} {self._numbers[name]}")
+
+    def _end(self) -> None:
+        for watch in {*self._watches.values()}:
+            watch.close()
+        for kept in (self._watches, self._calls, self._numbers, self._drawn):
+            kept.clear()
+        self._made = {key: found for key, found in self._made.items() if found[0]() is not None}
+
+    # --- what pytest calls --------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self) -> Generator[None, Any, Any]:
+        """Open the doors while tests run."""
+        with self._installed():
+            return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Run a test, watched. If it fails, what follows is as if nobody had watched it."""
+        if not isinstance(item, pytest.Function) or is_probed(item):
+            return None
+        self._end()
+        self._is_on, self._may_watch, self._seed = True, False, ""
+        try:
+            reports = run_once(item, nextitem)
+        finally:
+            self._is_on = False
+            self._end()
+        failed = next((report for report in reports if report.failed), None)
+        if failed is not None:
+            self._recorder.discard()
+            if self._reruns:
+                return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in reports:
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
+        """Seed a fixture by its name. What one of wider scope calls belongs to no test."""
+        if not self._is_on:
+            return (yield)
+        before = self._seed, self._may_watch
+        self._seed, self._may_watch = f"fixture {fixturedef.argname}", fixturedef.scope == "function"
+        try:
+            with seeded(derive(0, self._seed)):
+                return (yield)
+        finally:
+            self._seed, self._may_watch = before
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
+        """Seed a test."""
+        if not self._is_on:
+            return (yield)
+        self._may_watch = True
+        with seeded(0):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None, Any, Any]:
+        """Watch nothing more: the recorder calls the models again."""
+        self._is_on = False
+        return (yield)
