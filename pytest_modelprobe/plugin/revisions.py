@@ -183,7 +183,24 @@ class Sides:
         tree = stack.enter_context(Worktree(self._repository, self._commit))
         imports = import_roots(self._repository.root, tree.root)
         theirs = self._tests_on(Side(self._python, tree.folder(started_in), imports), tree.path(root) or tree.root)
-        return side_by_side(here, ours, theirs, folder=self._folder, check=tree.check)
+        tree.take(self._files_of_tests(here))
+        return side_by_side(here, ours, theirs, folder=self._folder, check=tree.check, own_tests=tree.clean)
+
+    def _files_of_tests(self, here: Records) -> Iterator[Path]:
+        """Yield the files that tests of this side need: both sides are asked the same.
+
+        These are the files of the tests, each conftest.py above them, and all that git knows in a folder of tests.
+        """
+        assert self._repository is not None
+        root = self._repository.root
+        files = {(self._config.rootpath / test.partition("::")[0]).resolve() for test, _ in here}
+        folders = {above for file in files for above in file.parents if above.is_relative_to(root)}
+        yield from files
+        yield from (folder / "conftest.py" for folder in folders)
+        of_tests = [folder for folder in folders if folder.name in ("test", "tests", "testing")]
+        for name in self._repository.working_files():
+            if any((root / name).is_relative_to(folder) for folder in of_tests):
+                yield root / name
 
     def _tests_on(self, side: Side, root: Path) -> TestsOn:
         from pytest_modelprobe import child

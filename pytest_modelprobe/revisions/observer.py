@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import pytest
 import torch
@@ -63,8 +63,8 @@ class ModelObserver:
         """Id of each module of a watched model → the watch, which keeps the module."""
         self._calls: Counter[Watch] = Counter()
         self._numbers: Counter[str] = Counter()
-        self._replaced: list[tuple[type, Any]] = []
-        """The classes whose ``__init__`` is replaced, each with its own one or `None`."""
+        self._own_inits: WeakKeyDictionary[type[nn.Module], Any] = WeakKeyDictionary()
+        """The ``__init__`` of each class, `None` if it inherits it; all of them are replaced."""
 
     # --- doors --------------------------------------------------------------------------------------------------------
 
@@ -81,10 +81,9 @@ class ModelObserver:
                 self._look_at(module)
                 return call(module, *args, **kwargs)
 
-        def new(cls: type[nn.Module], *_: Any, **__: Any) -> Any:
-            if not (hasattr(vars(cls).get("__init__"), "_is_door") or issubclass(cls, torch.jit.ScriptModule)):
-                self._replace_init(cls)
-            return object.__new__(cls)
+        def init_subclass(cls: type[nn.Module], **kwargs: Any) -> None:
+            super(nn.Module, cls).__init_subclass__(**kwargs)
+            self._replace_init(cls)
 
         with contextlib.ExitStack() as stack:
 
@@ -97,35 +96,46 @@ class ModelObserver:
                 replace(owner, name, self._setting_seed(getattr(owner, name)))
             for owner, name in _COMPILERS:
                 replace(owner, name, self._closing(getattr(owner, name)))
-            stack.callback(self._put_back)
-            nn.Module.__new__ = staticmethod(new)  # type: ignore[assignment,method-assign]
+            stack.callback(self._put_inits_back)
+            # Not `__new__`: in CPython a class from which it was deleted takes no arguments any more.
+            stack.callback(delattr, nn.Module, "__init_subclass__")
+            nn.Module.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+            self._replace_inits()
             yield
 
-    def _replace_init(self, cls: type[nn.Module]) -> None:
-        own, init = vars(cls).get("__init__"), cls.__init__
+    def _replace_inits(self) -> None:
+        """Replace the ``__init__`` of all classes that are new."""
+        waiting: list[type[nn.Module]] = nn.Module.__subclasses__()
+        found = dict.fromkeys(waiting)
+        while waiting:
+            new = [cls for cls in waiting.pop().__subclasses__() if cls not in found]
+            found.update(dict.fromkeys(new))
+            waiting += new
+        for cls in found.keys() - {*self._own_inits}:
+            self._replace_init(cls)
 
-        @functools.wraps(init)
+    def _replace_init(self, cls: type[nn.Module]) -> None:
+        own = self._own_inits[cls] = vars(cls).get("__init__")
+        if own is None or issubclass(cls, torch.jit.ScriptModule):
+            return
+
+        @functools.wraps(own)
         def made(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             if torch.compiler.is_compiling() or not self._sees():
-                return init(module, *args, **kwargs)
+                return own(module, *args, **kwargs)
             with self._door("make", module) as seed:
-                initialization.initialize(module, functools.partial(init, module, *args, **kwargs), seed=seed)
+                initialization.initialize(module, functools.partial(own, module, *args, **kwargs), seed=seed)
             there = ref(module)
             self._made.update((id(one), (ref(one), there)) for one in module.modules())
             return None
 
-        made._is_door = True  # type: ignore[attr-defined]
-        self._replaced.append((cls, own))
         cls.__init__ = made  # type: ignore[method-assign]
 
-    def _put_back(self) -> None:
-        del nn.Module.__new__
-        for cls, own in self._replaced:
-            if own is None:
-                del cls.__init__
-            else:
+    def _put_inits_back(self) -> None:
+        for cls, own in list(self._own_inits.items()):
+            if own is not None:
                 cls.__init__ = own  # type: ignore[misc]
-        self._replaced.clear()
+        self._own_inits.clear()
 
     def _sees(self) -> bool:
         is_here = threading.get_ident() == self._thread and tracing_state() is None
@@ -220,6 +230,7 @@ class ModelObserver:
         if not isinstance(item, pytest.Function) or is_probed(item):
             return None
         self._end()
+        self._replace_inits()
         self._is_on, self._may_watch, self._seed = True, False, ""
         try:
             reports = run_once(item, nextitem)

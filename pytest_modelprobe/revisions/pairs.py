@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from pytest_modelprobe.comparison import Comparison, Diagnosis, Parts, Precision, compare, diagnose
@@ -19,32 +21,73 @@ from pytest_modelprobe.text import count, listed, pattern, printable
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Written:
-    """A record that a test made, as it was written."""
+    """A record that a test made, as it was written. One that was read is decoded when it is asked for.
 
-    test: str
-    """The node id."""
-    key: str
-    """Which record of the test: ``run 1``, ``architecture 2``, ``watch 1``."""
-    record: Record
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """The modules of Python that the classes of the model are from → their files."""
-    evidence: bool = False
-    """Whether the record has what a diagnosis needs, as one that differs from that of the other side has."""
+    Args:
+        test: The node id.
+        key: Which record of the test: ``run 1``, ``architecture 2``, ``watch 1``, or class and number of a model.
+        record: The record, or the file that holds it.
+        sources: The modules of Python that the classes of the model are from → their files.
+        evidence: Whether the record has what a diagnosis needs, as one that differs from that of the other side has.
+        model: The name of the model, which a record in a file does not tell before it is decoded.
+        has_run: Whether there was a forward.
+        digest: The same for records that are equal.
+    """
+
+    def __init__(
+        self,
+        test: str,
+        key: str,
+        record: Record | Path,
+        sources: Mapping[str, str] = MappingProxyType({}),
+        evidence: bool = False,
+        *,
+        model: str = "",
+        has_run: bool = True,
+        digest: str = "",
+    ) -> None:
+        self.test, self.key, self.sources, self.evidence = test, key, sources, evidence
+        self._record, self._digest = record, digest
+        self.model, self.has_run = (
+            (record.model, record.forwards > 0) if isinstance(record, Record) else (model, has_run)
+        )
+
+    @functools.cached_property
+    def record(self) -> Record:
+        """The record."""
+        if isinstance(self._record, Record):
+            return self._record
+        return Record.from_dict(json.loads(self._record.read_text("ascii").partition("\n")[2]))
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The record as JSON."""
+        return json.dumps(self.record.to_dict(), allow_nan=False)
+
+    @property
+    def digest(self) -> str:
+        """The same for records that are equal."""
+        return self._digest or hashlib.sha256(self.text.encode()).hexdigest()
+
+    def replaced(self, record: Record, *, evidence: bool | None = None) -> Written:
+        """Return the same with another record."""
+        return Written(self.test, self.key, record, self.sources, self.evidence if evidence is None else evidence)
 
     def write(self, folder: Path) -> None:
         """Write the record into a folder of records."""
         path = path_of(folder, self.test, self.key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        data = {
+        head = {
             "test": self.test,
             "key": self.key,
-            "record": self.record.to_dict(),
             "sources": dict(self.sources),
             "evidence": self.evidence,
+            "model": self.model,
+            "has_run": self.has_run,
+            "digest": self.digest,
         }
-        path.write_text(json.dumps(data, allow_nan=False), "ascii")
+        path.write_text(f"{json.dumps(head)}\n{self.text}", "ascii")
 
 
 def path_of(folder: Path, test: str, key: str) -> Path:
@@ -70,12 +113,12 @@ def read_one(folder: Path, test: str, key: str) -> Written | None:
 
 
 def _read(path: Path) -> Written:
-    data = json.loads(path.read_text("ascii"))
-    record = Record.from_dict(data["record"])
-    return Written(data["test"], data["key"], record, data["sources"], data["evidence"])
+    with path.open(encoding="ascii") as file:
+        head = json.loads(file.readline())
+    return Written(record=path, **head)
 
 
-Verdict = Literal["unchanged", "rounding", "changed", "not repeatable", "not run"]
+Verdict = Literal["unchanged", "rewritten", "rounding", "changed", "not repeatable", "not run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +140,8 @@ class Pair:
     diagnosis: Diagnosis
     first: Place | None = None
     """The first layer whose output differs, whatever the tolerance."""
+    source: tuple[str, ...] = ()
+    """What differs in the source of the causes."""
 
     @property
     def unrepeatable(self) -> list[Written]:
@@ -122,6 +167,8 @@ def judged(here: Written, there: Written) -> Pair:
         here: The record of this side, with evidence if the two differ.
         there: The same of the other side.
     """
+    if here.digest == there.digest and not (here.evidence or there.evidence):
+        return Pair(here, there, "unchanged" if here.has_run else "not run", _no_difference())
     # The noise of a watch is not measured; most rounding is smaller than what a file can hold.
     exact = there.record.noise and not is_narrow(there.record)  # where float32 is narrow no more, its noise is 0
     found = compare_records(here.record, there.record, "exact" if exact else "measured")
@@ -130,11 +177,18 @@ def judged(here: Written, there: Written) -> Pair:
         verdict: Verdict = "not repeatable"
     elif not pair.diagnosis.same:
         verdict = "changed"
-    elif not (here.record.forwards or there.record.forwards):
+    elif not (here.has_run or there.has_run):
         verdict = "not run"  # a watch that saw no forward
+    elif pair.first is not None:
+        verdict = "rounding"
     else:
-        verdict = "unchanged" if pair.first is None else "rounding"
+        verdict = "rewritten" if pair.diagnosis.notes else "unchanged"
     return dataclasses.replace(pair, verdict=verdict)
+
+
+@functools.cache
+def _no_difference() -> Diagnosis:
+    return diagnose(compare(Record(model=""), Record(model="")))
 
 
 def first_difference(comparison: Comparison) -> Place | None:
@@ -156,9 +210,10 @@ _MOST_LINES = 20
 """How many more have a line."""
 
 _WORDS: dict[Verdict, str] = {
-    "unchanged": "unchanged",
-    "rounding": "the same but for rounding",
     "changed": "changed",
+    "rounding": "the same but for rounding",
+    "rewritten": "the same, written otherwise",
+    "unchanged": "the same",
     "not repeatable": "not repeatable",
     "not run": "never ran",
 }
@@ -168,11 +223,13 @@ def summary(pairs: Sequence[Pair]) -> str:
     """Return how many models are as they were.
 
     >>> summary([])
-    '0 models'
+    '0 tests ran 0 models of 0 classes'
     """
     counts = Counter(pair.verdict for pair in pairs)
     told = [f"{counts[verdict]} {words}" for verdict, words in _WORDS.items() if counts[verdict]]
-    return count(len(pairs), "model") + (f": {', '.join(told)}" if told else "")
+    tests, models = {pair.here.test for pair in pairs}, {pair.here.model for pair in pairs}
+    of = f"{count(len(pairs), 'model')} of {count(len(models), 'class')}"
+    return f"{count(len(tests), 'test')} ran {of}" + (f": {', '.join(told)}" if told else "")
 
 
 def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:
@@ -185,7 +242,8 @@ def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:
             alike.setdefault((frozenset(found) or (pair.here.test, pair.here.key)), []).append(pair)
     groups = sorted(alike.values(), key=len, reverse=True)
     for first, *others in groups[:_MOST_TEXTS]:
-        yield from ("", f"{_where(first)}:", *comparison_text.text(first.diagnosis).splitlines())
+        said, *more = comparison_text.text(first.diagnosis).splitlines()
+        yield from ("", f"{_where(first)}:", said, *map(printable, first.source), *more)
         if others:
             models = Counter(pair.here.test for pair in (first, *others))
             names = [p.here.test if models[p.here.test] == 1 else f"{p.here.test} ({p.here.key})" for p in others]

@@ -139,7 +139,7 @@ class Recorder:
         elif record.live_run is not None and (layers := layers_behind_zeros(record)):
             # The code of these layers may change without changing any other number.
             isolated = record.live_run.isolated(record, only=layers, own_arguments=True)
-            written = dataclasses.replace(plain, record=isolated)
+            written = plain.replaced(isolated)
         written.write(self._folder)
 
 
@@ -148,12 +148,14 @@ def _with_evidence(plain: Written) -> Written:
     live_run, record = plain.record.live_run, plain.record
     if live_run is not None:
         record = live_run.measured(live_run.isolated(record, own_arguments=True))
-    return dataclasses.replace(plain, record=record, evidence=True)
+    return plain.replaced(record, evidence=True)
 
 
 def _with_evidence_if_differing(there: Written, here: Written) -> Written:
     """Return a record of the side that runs second."""
     live_run, layers = there.record.live_run, layers_behind_zeros(there.record)
+    if not layers and there.digest == here.digest:
+        return there
     found = compare_records(here.record, there.record)
     if found.same and live_run is not None and layers:
         alone = live_run.isolated(there.record, like=here.record, only=layers)  # no layer has another name
@@ -173,7 +175,7 @@ def _with_evidence_like(here: Written, there: Written) -> Written:
         record = live_run.isolated(record, like=found.expected, names=found.names_before)
         if not live_run.repeats(here.record):
             record = dataclasses.replace(record, noise="not repeatable")
-    return dataclasses.replace(here, record=record, evidence=True)
+    return here.replaced(record, evidence=True)
 
 
 def _sources(model: Any) -> Iterator[tuple[str, str]]:

@@ -27,8 +27,9 @@ import pytest
 from pytest_modelprobe import child
 from pytest_modelprobe.exceptions import ModelProbeError
 
-from .pairs import Pair, Written, judged, read_written
+from .pairs import Pair, Written, compare_records, judged, read_written
 from .recorder import Recorder, is_probed
+from .source import source_lines
 
 _PACKAGES = ("pytest-modelprobe", "torch", "pytest")
 
@@ -72,6 +73,29 @@ class Ran:
     """Test → the first line of its failure, or the reason why it was skipped."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """File → why its tests could not be collected."""
+
+    def fails(self, test: str) -> bool:
+        """Whether a test failed, or could not be read."""
+        return test.partition("::")[0] in self.unread or self.failed.get(test, "skipped").startswith("failed")
+
+    def without(self, tests: Collection[str]) -> Ran:
+        """Return the same without some tests."""
+        files = {test.partition("::")[0] for test in tests}
+        return Ran(
+            collected=set(self.collected) - set(tests),
+            with_probe=self.with_probe,
+            failed={test: why for test, why in self.failed.items() if test not in tests},
+            unread={file: why for file, why in self.unread.items() if file not in files},
+        )
+
+    def with_(self, other: Ran) -> Ran:
+        """Return what became of the tests of both."""
+        return Ran(
+            collected={*self.collected, *other.collected},
+            with_probe={*self.with_probe, *other.with_probe},
+            failed={**self.failed, **other.failed},
+            unread={**self.unread, **other.unread},
+        )
 
 
 def options_for(config: pytest.Config, **own: Any) -> dict[str, Any]:
@@ -165,12 +189,7 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
         with contextlib.ExitStack() as started:
             answers = [self._started(started, job, log / str(number)) for number, job in enumerate(jobs)]
             ran = [answer() for answer in answers]
-        return Ran(
-            collected={name for one in ran for name in one.collected},
-            with_probe={name for one in ran for name in one.with_probe},
-            failed={name: why for one in ran for name, why in one.failed.items()},
-            unread={name: why for one in ran for name, why in one.unread.items()},
-        )
+        return functools.reduce(Ran.with_, ran, Ran())
 
     def _started(self, stack: contextlib.ExitStack, job: Job, folder: Path) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
@@ -274,6 +293,7 @@ def side_by_side(
     *,
     folder: Path,
     check: Callable[[Records], None],
+    own_tests: Callable[[], None] | None = None,
 ) -> SideBySide:
     """Run the tests of the records on the other side, and compare.
 
@@ -283,31 +303,48 @@ def side_by_side(
         theirs: Where they run again.
         folder: A folder for records, with those of this side in ``here``.
         check: Raises `SideError` if the records of the other side are not of its own code.
+        own_tests: Puts the tests of the other side itself in the place of those of this side, for tests that ask for
+            what is not there.
 
     Raises:
         SideError: The other side cannot run.
     """
     tests = {test for test, _ in here}
-    ran = theirs.run(tests, folder / "there", beside=str(folder / "here"))
+    beside = str(folder / "here")
+    ran = theirs.run(tests, folder / "there", beside=beside)
+    if own_tests is not None and (left := {test for test in tests if ran.fails(test)}):
+        own_tests()
+        ran = ran.without(left).with_(theirs.run(left, folder / "there", beside=beside))
     there = read_written(folder / "there")
     check(there)
     only_here = tests - set(ran.collected)
     both = [key for key in here if key in there]
     unpaired = sum(test not in only_here for test, _ in here.keys() ^ there.keys())
-    now = here
+    now = dict(here)
     if differing := {test for test, key in both if there[test, key].evidence}:
         again = ours.run(differing, folder / "again", like=str(folder / "there"))
-        now = {**here, **read_written(folder / "again")}
-        for key in (key for key in both if there[key].evidence and not now[key].evidence):
-            now[key] = _without_evidence(now[key], again.failed.get(key[0], "it made other records"))
+        found = read_written(folder / "again")
+        for key in (key for key in both if there[key].evidence):
+            now[key] = found.get(key, here[key])
+            if not now[key].evidence:
+                now[key] = _without_evidence(here[key], again.failed.get(key[0], "it made other records"))
+            elif now[key].record.noise is None and not compare_records(now[key].record, here[key].record).same:
+                # The same code ran twice.
+                now[key] = now[key].replaced(dataclasses.replace(now[key].record, noise="not repeatable"))
     pairs = [judged(now[key], there[key]) for key in both]
+    pairs = [
+        dataclasses.replace(pair, source=tuple(source_lines(pair.diagnosis, pair.here, pair.there)))
+        if pair.verdict == "changed"
+        else pair
+        for pair in pairs
+    ]
     return SideBySide(tests=tests, pairs=pairs, ran=ran, only_here=sorted(only_here), unpaired=unpaired)
 
 
 def _without_evidence(one: Written, why: str) -> Written:
     """Return a record with the note why there is nothing to tell a cause from what follows it."""
     note = f"no layer was called alone: the test did not run again as it had run ({why})"
-    return dataclasses.replace(one, record=dataclasses.replace(one.record, notes=(*one.record.notes, note)))
+    return one.replaced(dataclasses.replace(one.record, notes=(*one.record.notes, note)))
 
 
 # --- on the other side ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -69,6 +69,14 @@ class Worktree:
         """Put all files back as the commit has them."""
         _git(self.root, "reset", "--quiet", "--hard")
         _git(self.root, "clean", "-ffdxq")
+
+    def take(self, files: Iterable[Path]) -> None:
+        """Copy files of the working tree to where they are in this one."""
+        for file in files:
+            there = self.path(file)
+            if there is not None and file.is_file():
+                there.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, there)
 
     def check_out(self, commit: str) -> None:
         """Replace all files by those of another commit."""
@@ -291,9 +299,7 @@ class _Search:
         there = self._tree.path(here)
         if argument.startswith("-") or there is None or not here.exists():
             return argument
-        for path in [here] if here.is_file() else []:
-            there.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, there)
+        self._tree.take([here])
         return f"{there}{colons}{rest}"
 
 
