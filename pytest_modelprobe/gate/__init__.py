@@ -18,6 +18,7 @@ from .classes import needs_reason as needs_reason
 from .git import GitError as GitError
 from .git import Repository as Repository
 from .git import base_of_event as base_of_event
+from .git import declared_change as declared_change
 from .git import run_git as run_git
 from .snapshot_sources import SnapshotSource as SnapshotSource
 from .snapshot_sources import SourceError as SourceError

@@ -158,6 +158,14 @@ class Repository:
         paths = [(path, self.root / path) for path in self._working_paths()]
         return [path for path, there in paths if there.is_file() and not there.is_symlink()]
 
+    def changed_files(self, commit: str) -> list[str]:
+        """Return the paths of the files that differ between a commit and the working tree, untracked ones too."""
+        listings = (
+            self._git("diff", "--name-only", "--no-renames", "-z", commit, "--"),
+            self._git("ls-files", "-z", "-o", "--exclude-standard"),
+        )
+        return sorted({os.fsdecode(path) for listing in listings for path in listing.split(b"\0") if path})
+
     def working_links(self) -> dict[str, bytes]:
         """Return path → target for all symbolic links that are tracked or not ignored."""
         paths = [(path, self.root / path) for path in self._working_paths()]
@@ -310,6 +318,24 @@ def base_of_event(repository: Repository, environment: Mapping[str, str]) -> str
         return base
     # pull_request_target checks out the base. Compared with itself nothing would differ, and everything would pass.
     raise GitError(f"what is checked out is neither the pull request's merge commit nor its head: {_NAME_IT}")
+
+
+def declared_change(environment: Mapping[str, str]) -> str | None:
+    """Return what declares in the pull request of this run that models change, or `None`.
+
+    It is the label ``model-change``, or a line of its text that begins with ``Model change:`` and says why.
+    """
+    labels, text = environment.get("CI_MERGE_REQUEST_LABELS", ""), environment.get("CI_MERGE_REQUEST_DESCRIPTION", "")
+    names = [label.strip() for label in labels.split(",")]
+    path = environment.get("GITHUB_EVENT_PATH")
+    if path and Path(path).is_file():
+        request = json.loads(Path(path).read_text("utf-8")).get("pull_request") or {}
+        names += [label.get("name", "") for label in request.get("labels") or ()]
+        text = f"{text}\n{request.get('body') or ''}"
+    if "model-change" in names:
+        return "the label model-change"
+    lines = (line.strip() for line in text.splitlines())
+    return next((line for line in lines if re.match(r"model change:\s*\S", line, re.IGNORECASE)), None)
 
 
 def _at(event: Any, *keys: str) -> str:

@@ -58,9 +58,6 @@ _FAILED = pytest.StashKey[bool]()
 _SNAPSHOTS = pytest.StashKey[Any]()
 _COMPARER = pytest.StashKey[Any]()
 
-RECORDER = "modelprobe-recorder"
-"""The name of the plugin that writes the records of a run beside those of another side."""
-
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -115,11 +112,8 @@ def pytest_configure(config: pytest.Config) -> None:
         _register(config, Annotations(lambda: snapshots.results, base), "modelprobe-annotations")
     if sides is not None:
         _register(config, sides, "modelprobe-base")
-        recorder = sides.recorder()
-        _register(config, recorder, RECORDER)
-        from pytest_modelprobe.revisions.observer import ModelObserver
-
-        _register(config, ModelObserver(recorder, reruns=True), "modelprobe-observer")
+        for name, part in sides.plugins():
+            _register(config, part, name)
 
 
 def _register(config: pytest.Config, part: object, name: str) -> None:
@@ -223,7 +217,7 @@ def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterat
 
     settings = request.config.stash[SETTINGS]
     options = settings.options_of_probe(modelprobe_device)
-    recorder = request.config.pluginmanager.get_plugin(RECORDER)
+    recorder = request.config.pluginmanager.get_plugin(revisions.RECORDER)
     with ModelProbe(modelprobe_device, _seed_of(request.node), recorder=recorder, **options) as probe:
         probe.shows_layers = not settings.has_records and shows_first_use(request.config)
         yield probe
@@ -243,7 +237,7 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
 
         def make() -> ModelProbe:
             options = settings.options_of_probe(modelprobe_device)
-            recorder = request.config.pluginmanager.get_plugin(RECORDER)
+            recorder = request.config.pluginmanager.get_plugin(revisions.RECORDER)
             probe = probes.enter_context(ModelProbe(modelprobe_device, settings.seed, recorder=recorder, **options))
             settings.shared_probes.append(probe)
             return probe

@@ -7,6 +7,7 @@ is found before the first test, if it can be.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 _RECORDS = "modelprobe_records"
 """Tells a worker of xdist where to write."""
 
+_ROOT = "modelprobe_repository"
+"""Tells it the root of the repository."""
+
+RECORDER = "modelprobe-recorder"
+"""The name of the plugin that writes the records of a run beside those of another side."""
+
+NOTHING_COMPARED = 6
+"""The exit code of pytest where tests passed, and no model could be compared."""
+
 _MOST = 5
 """Lines of a kind, but for models that changed."""
 
@@ -41,6 +51,18 @@ def add_options(group: pytest.OptionGroup) -> None:
         "--modelprobe-base-python",
         metavar="PATH",
         help="the interpreter of that second run: of an environment with other versions of torch or of a library",
+    )
+    group.addoption(
+        "--modelprobe-base-all",
+        action="store_true",
+        help="run all tests with models there, also those that use no file that differs",
+    )
+    group.addoption(
+        "--modelprobe-base-fail-on",
+        choices=("never", "changed", "undeclared"),
+        default="never",
+        help="fail the run if a model changed, or only if no label or line of the pull request declares it; by default "
+        "changes are reported alone",
     )
 
 
@@ -71,11 +93,15 @@ class Sides:
         self._is_asked = False
         """Whether there has to be a comparison: tests ran to their end in this process."""
         self._versions: dict[str, tuple[str, str]] = {}
+        self._repository: Repository | None = None
+        self._left_out: set[str] = set()
+        """Tests that do not run there, for they use no file that differs."""
         worker = getattr(config, "workerinput", None)
         self._folder = Path(worker[_RECORDS] if worker else tempfile.mkdtemp(prefix="modelprobe-records-"))
         if worker is None:
             config.add_cleanup(lambda: shutil.rmtree(self._folder, ignore_errors=True))
             self._begin()
+        self._root = Path(worker[_ROOT]) if worker and worker[_ROOT] else self._repository and self._repository.root
 
     def _begin(self) -> None:
         """Find the commit and the interpreter before the tests run."""
@@ -85,7 +111,6 @@ class Sides:
         option = self._config.option
         self._ref: str | None = option.modelprobe_base
         self._python = str(option.modelprobe_base_python or sys.executable)
-        self._repository: Repository | None = None
         self._commit = ""
         try:
             if self._ref is not None:
@@ -115,11 +140,17 @@ class Sides:
             parts.append(self._python)
         return " under ".join(parts)
 
-    def recorder(self) -> Any:
-        """Return what writes the records of this side."""
-        from pytest_modelprobe.revisions import Recorder
+    def plugins(self) -> Iterator[tuple[str, object]]:
+        """Yield what writes the records of this side, by name."""
+        from pytest_modelprobe.revisions import Recorder, TestFiles
+        from pytest_modelprobe.revisions.observer import ModelObserver
 
-        return Recorder(self._folder / "here")
+        here = self._folder / "here"
+        recorder = Recorder(here)
+        yield RECORDER, recorder
+        yield "modelprobe-observer", ModelObserver(recorder, reruns=True)
+        if self._root is not None:
+            yield "modelprobe-files", TestFiles(here, self._root)
 
     # --- this side ----------------------------------------------------------------------------------------------------
 
@@ -127,6 +158,7 @@ class Sides:
     def pytest_configure_node(self, node: Any) -> None:
         """Tell the workers of xdist where to write."""
         node.workerinput[_RECORDS] = str(self._folder)
+        node.workerinput[_ROOT] = str(self._root or "")
 
     def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
         """Note tests that do not run here."""
@@ -158,9 +190,13 @@ class Sides:
         from pytest_modelprobe.revisions import SideError, read_written
         from pytest_modelprobe.text import count
 
-        here = read_written(self._folder / "here")
+        here = self._affected(read_written(self._folder / "here"))
         if not here:
-            self._stopped = "no test recorded a model, so nothing was compared"
+            if not self._left_out:
+                self._stopped = (
+                    "nothing was compared: no test that passed makes or calls a model of your own classes, nor records "
+                    "one through the fixture modelprobe"
+                )
             return
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
@@ -171,6 +207,18 @@ class Sides:
                 self._found = self._compared(stack, here)
         except (GitError, SideError) as error:
             self._stopped = str(error)
+
+    def _affected(self, here: Records) -> Records:
+        """Return the records of the tests that may depend on a file that differs."""
+        from pytest_modelprobe.revisions import is_affected
+
+        if self._repository is None or self._config.option.modelprobe_base_python is not None:
+            return here
+        if not self._config.option.modelprobe_base_all:
+            changed = self._repository.changed_files(self._commit)
+            tests = {test for test, _ in here}
+            self._left_out = {test for test in tests if not is_affected(self._folder / "here", test, changed)}
+        return {key: one for key, one in here.items() if key[0] not in self._left_out}
 
     def _compared(self, stack: contextlib.ExitStack, here: Records) -> SideBySide:
         from pytest_modelprobe.revisions import Side, Worktree, import_roots, side_by_side
@@ -250,11 +298,24 @@ class Sides:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail the run if a model changed, or nothing could be compared."""
+        """Fail the run if that is asked for, or nothing could be compared."""
+        if not self._is_asked or session.exitstatus != pytest.ExitCode.OK:
+            return
         compared = [pair for pair in self._pairs if pair.verdict not in ("not repeatable", "not run")]
-        bad = any(pair.verdict == "changed" for pair in compared) or (self._is_asked and not compared)
-        if bad and session.exitstatus == pytest.ExitCode.OK:
+        fail_on = self._config.option.modelprobe_base_fail_on
+        if not (compared or self._left_out):
+            session.exitstatus = NOTHING_COMPARED
+        elif any(pair.verdict == "changed" for pair in compared) and (
+            fail_on == "changed" or (fail_on == "undeclared" and self._declared is None)
+        ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @functools.cached_property
+    def _declared(self) -> str | None:
+        """The label or line of the pull request that declares a change of models."""
+        from pytest_modelprobe.gate import declared_change
+
+        return declared_change(os.environ)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Write the section."""
@@ -282,25 +343,35 @@ class Sides:
         from pytest_modelprobe.revisions import summary
         from pytest_modelprobe.text import count
 
-        if self._found is None:
-            return self._stopped or ""
-        told = (
-            (len(self._found.only_here), "test", "only here"),
-            (len(self._only_there), "test", "only there"),
-            (self._found.unpaired, "record", "of one side alone"),
-            (len(self._recorded - self._found.tests), "test", "not compared, for it runs in several processes"),
-        )
-        return "; ".join([summary(self._pairs), *(f"{count(n, noun)} {what}" for n, noun, what in told if n)])
+        if self._stopped is not None:
+            return self._stopped
+        found = self._found
+        told = [(len(self._left_out), "test", "not run there, for no file that it uses differs")]
+        if found is not None:
+            told += [
+                (len(found.only_here), "test", "only here"),
+                (len(self._only_there), "test", "only there"),
+                (found.unpaired, "record", "of one side alone"),
+                (
+                    len(self._recorded - found.tests - self._left_out),
+                    "test",
+                    "not compared, for it runs in several processes",
+                ),
+            ]
+        whole = [] if found is None else [summary(self._pairs)]
+        return "; ".join([*whole, *(f"{count(n, noun)} {what}" for n, noun, what in told if n)])
 
     def _lines(self) -> Iterator[str]:
         from pytest_modelprobe.revisions import changed_lines
         from pytest_modelprobe.text import printable
 
+        if said := self._said():
+            yield printable(said)
+        if self._stopped is None:
+            yield from _first(self._unwatched())
         if self._found is None:
-            yield from [] if self._stopped is None else [printable(self._stopped)]
             return
         ran = self._found.ran
-        yield self._said()
         for name, (now, then) in self._versions.items():
             yield printable(f"{name}: {now} here, {then} there")
         failed = [*ran.unread.items(), *((test, why) for test, why in ran.failed.items() if test not in self._failed)]
@@ -312,6 +383,20 @@ class Sides:
             if pair.verdict == "not repeatable"
         )
         yield from changed_lines(self._pairs)
+
+    def _unwatched(self) -> Iterator[str]:
+        """Yield why models were not watched here, and of how many tests."""
+        from pytest_modelprobe.revisions.recorder import FAILED, read_reasons
+        from pytest_modelprobe.text import count
+
+        tests: dict[str, set[str]] = {}
+        for test, why in read_reasons(self._folder / "here"):
+            if why != FAILED:
+                tests.setdefault(f"has a model that is not watched: {why}", set()).add(test)
+            elif test not in self._failed:
+                tests.setdefault("passes, but failed while its models were watched: not compared", set()).add(test)
+        for what, those in sorted(tests.items()):
+            yield f"{count(len(those), 'test')}, as {min(those)}: {what}"
 
     @property
     def _only_there(self) -> list[str]:

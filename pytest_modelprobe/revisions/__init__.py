@@ -5,6 +5,8 @@ compared. They are made by one machine with the same number of threads, so a com
 alone.
 """
 
+from .dependencies import TestFiles as TestFiles
+from .dependencies import is_affected as is_affected
 from .pairs import Pair as Pair
 from .pairs import Written as Written
 from .pairs import changed_lines as changed_lines

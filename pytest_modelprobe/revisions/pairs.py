@@ -92,7 +92,7 @@ class Written:
 
 def path_of(folder: Path, test: str, key: str) -> Path:
     """Return the file of a record in a folder of records."""
-    return folder_of(folder, test) / f"{key.replace(' ', '-')}.json"
+    return folder_of(folder, test) / f"{key.replace(' ', '-')}.record"
 
 
 def folder_of(folder: Path, test: str) -> Path:
@@ -102,7 +102,7 @@ def folder_of(folder: Path, test: str) -> Path:
 
 def read_written(folder: Path) -> dict[tuple[str, str], Written]:
     """Return the records in a folder by test and key, in the order in which the tests made them."""
-    paths = sorted(folder.glob("*/*.json"), key=lambda path: path.stat().st_mtime_ns)
+    paths = sorted(folder.glob("*/*.record"), key=lambda path: path.stat().st_mtime_ns)
     return {(one.test, one.key): one for one in map(_read, paths)}
 
 

@@ -25,9 +25,16 @@ from pytest_modelprobe.record import Record, is_narrow
 
 from .pairs import Written, compare_records, folder_of, read_one
 
-
-REASONS = "reasons"
+_REASONS = "reasons"
 """The folder, in a folder of records, of the reasons why models are not watched."""
+
+FAILED = "its test failed"
+
+
+def read_reasons(folder: Path) -> list[tuple[str, str]]:
+    """Return each test with a model that was not watched, and why."""
+    found = [file.read_text("utf-8", "surrogateescape") for file in sorted((folder / _REASONS).glob("*.txt"))]
+    return [(test, why) for test, _, why in (text.partition("\n") for text in found)]
 
 
 def is_probed(item: pytest.Item) -> bool:
@@ -89,7 +96,7 @@ class Recorder:
     def discard(self) -> None:
         """Take back what the test recorded, as it failed."""
         shutil.rmtree(folder_of(self._folder, self._test), ignore_errors=True)
-        self._write_reason("its test failed")
+        self._write_reason(FAILED)
 
     # --- what pytest calls --------------------------------------------------------------------------------------------
 
@@ -122,7 +129,7 @@ class Recorder:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def _write_reason(self, reason: str) -> None:
-        folder = self._folder / REASONS
+        folder = self._folder / _REASONS
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{uuid.uuid4().hex}.txt").write_text(f"{self._test}\n{reason}", "utf-8", "surrogateescape")
 

@@ -79,7 +79,7 @@ def _hunks(cls: str, here: Path, there: Path) -> list[Hunk]:
     found = []
     for name, (start, lines) in now.items():
         before = then.get(name, (0, []))[1]
-        marked = [line for line in difflib.unified_diff(before, lines, lineterm="", n=0)][2:]
+        marked = list(difflib.unified_diff(before, lines, lineterm="", n=0))[2:]
         if marked:
             first = int(marked[0].split("+")[1].split(",")[0].split()[0])
             shown = [line for line in marked if not line.startswith("@@")]

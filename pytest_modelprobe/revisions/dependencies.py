@@ -1,0 +1,141 @@
+"""Which files of a repository a test depends on: what it imports, as far as imports are written, and what it opened.
+
+A test need not run on the other side if none of these differs there.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Collection, Generator, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from .pairs import folder_of
+
+_FILES = "files.json"
+
+_NO_CODE = (".pyc", ".md", ".rst", ".ipynb", ".svg", ".png")
+"""Endings of files that no test reads, unless it was seen to open them."""
+
+
+class TestFiles:
+    """A plugin that writes which files of a repository each test depends on.
+
+    Args:
+        folder: The folder of records to write into.
+        root: The root of the repository.
+    """
+
+    __test__ = False
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        self._folder, self._root = folder, root
+        self._tests: dict[str, tuple[Path, set[str]]] = {}
+        """Test → its file, and the files that were opened while it ran."""
+        self._opened: set[str] | None = None
+        sys.addaudithook(self._receive)  # Python cannot take it off again
+
+    def _receive(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._opened is not None and event == "open" and isinstance(args[0], str):
+            self._opened.add(os.path.abspath(args[0]))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Note what a test opens."""
+        self._opened = set()
+        try:
+            return (yield)
+        finally:
+            self._tests[item.nodeid], self._opened = (item.path.resolve(), self._opened), None
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self) -> Generator[None, Any, Any]:
+        """Write the files, when all that tests import is imported."""
+        result = yield
+        for test, (path, opened) in self._tests.items():
+            above = [folder / "conftest.py" for folder in path.parents if folder.is_relative_to(self._root)]
+            starts = [path, *(file for file in above if file.is_file())]
+            found = {*map(Path, opened), *(file for start in starts for file in imported_files(start))}
+            names = sorted(file.relative_to(self._root).as_posix() for file in found if file.is_relative_to(self._root))
+            place = folder_of(self._folder, test)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / _FILES).write_text(json.dumps(names), "utf-8")
+        return result
+
+
+def is_affected(folder: Path, test: str, changed: Collection[str]) -> bool:
+    """Whether a test may depend on one of some files that differ, or it is not known.
+
+    Python files are told apart. Of others a test may depend without opening them from Python, but on documentation.
+
+    Args:
+        folder: The folder of records, to which `TestFiles` wrote.
+        test: The node id.
+        changed: The paths of the files that differ, relative to the root of the repository.
+    """
+    path = folder_of(folder, test) / _FILES
+    if not path.is_file():
+        return True
+    read = set(json.loads(path.read_text("utf-8")))
+    return any(name in read or PurePosixPath(name).suffix not in (".py", *_NO_CODE) for name in changed)
+
+
+def imported_files(file: Path) -> Iterator[Path]:
+    """Yield a file of Python and those that it imports, and so on, but for installed packages."""
+    found = {file}
+    waiting = [file]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        new = {*_imports(one)} - found
+        found |= new
+        waiting += new
+
+
+@functools.cache
+def _imports(file: Path) -> tuple[Path, ...]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    package = _package_of(file)
+    names = dict.fromkeys(name for node in ast.walk(tree) for name in _names(node, package))
+    around = dict.fromkeys(".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2))
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in around)
+    return tuple(Path(found).resolve() for found in files if isinstance(found, str) and "site-packages" not in found)
+
+
+def _names(node: ast.AST, package: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        name = node.module or ""
+        if node.level:
+            try:
+                name = importlib.util.resolve_name("." * node.level + name, package)
+            except ImportError:
+                return
+        yield name
+        yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def _package_of(file: Path) -> str:
+    """Return the package that relative imports in a file start from."""
+    return _packages(len(sys.modules)).get(file, "")
+
+
+@functools.lru_cache(maxsize=1)
+def _packages(_: int) -> dict[Path, str]:
+    found = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and "site-packages" not in file:
+            found[Path(file).resolve()] = getattr(module, "__package__", None) or ""
+    return found
