@@ -33,7 +33,7 @@ _ROOT = "modelprobe_repository"
 RECORDER = "modelprobe-recorder"
 """The name of the plugin that writes the records of a run beside those of another side."""
 
-NOTHING_COMPARED = 6
+NOTHING_COMPARED = 16
 """The exit code of pytest where tests passed, and no model could be compared."""
 
 _MOST = 5
@@ -97,11 +97,12 @@ class Sides:
         self._left_out: set[str] = set()
         """Tests that do not run there, for they use no file that differs."""
         worker = getattr(config, "workerinput", None)
+        self._root = Path(worker[_ROOT]) if worker and worker[_ROOT] else None
+        """The root of the repository, if the other side is a commit of it."""
         self._folder = Path(worker[_RECORDS] if worker else tempfile.mkdtemp(prefix="modelprobe-records-"))
         if worker is None:
             config.add_cleanup(lambda: shutil.rmtree(self._folder, ignore_errors=True))
             self._begin()
-        self._root = Path(worker[_ROOT]) if worker and worker[_ROOT] else self._repository and self._repository.root
 
     def _begin(self) -> None:
         """Find the commit and the interpreter before the tests run."""
@@ -115,6 +116,7 @@ class Sides:
         try:
             if self._ref is not None:
                 self._repository = Repository(self._config.rootpath)
+                self._root = self._repository.root
                 bases = self._repository.merge_bases(self._ref)
                 if len(bases) > 1:
                     raise GitError(
@@ -346,7 +348,7 @@ class Sides:
         if self._stopped is not None:
             return self._stopped
         found = self._found
-        told = [(len(self._left_out), "test", "not run there, for no file that it uses differs")]
+        told = [(len(self._left_out), "test", "not run there, for no file that they use differs")]
         if found is not None:
             told += [
                 (len(found.only_here), "test", "only here"),

@@ -9,7 +9,6 @@ import ast
 import functools
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Collection, Generator, Iterator
 from pathlib import Path, PurePosixPath
@@ -44,7 +43,7 @@ class TestFiles:
 
     def _receive(self, event: str, args: tuple[Any, ...]) -> None:
         if self._opened is not None and event == "open" and isinstance(args[0], str):
-            self._opened.add(os.path.abspath(args[0]))
+            self._opened.add(str(Path.cwd() / args[0]))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -55,7 +54,7 @@ class TestFiles:
         finally:
             self._tests[item.nodeid], self._opened = (item.path.resolve(), self._opened), None
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
         """Write the files, when all that tests import is imported."""
         result = yield

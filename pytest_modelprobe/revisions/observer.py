@@ -81,7 +81,7 @@ class ModelObserver:
                 self._look_at(module)
                 return call(module, *args, **kwargs)
 
-        def init_subclass(cls: type[nn.Module], **kwargs: Any) -> None:
+        def init_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:
             super(nn.Module, cls).__init_subclass__(**kwargs)
             self._replace_init(cls)
 
@@ -122,19 +122,19 @@ class ModelObserver:
         @functools.wraps(own)
         def made(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             if torch.compiler.is_compiling() or not self._sees():
-                return own(module, *args, **kwargs)
+                own(module, *args, **kwargs)
+                return
             with self._door("make", module) as seed:
                 initialization.initialize(module, functools.partial(own, module, *args, **kwargs), seed=seed)
             there = ref(module)
             self._made.update((id(one), (ref(one), there)) for one in module.modules())
-            return None
 
-        cls.__init__ = made  # type: ignore[method-assign]
+        cls.__init__ = made  # type: ignore[assignment,method-assign]
 
     def _put_inits_back(self) -> None:
         for cls, own in list(self._own_inits.items()):
             if own is not None:
-                cls.__init__ = own  # type: ignore[misc]
+                cls.__init__ = own  # type: ignore[method-assign]
         self._own_inits.clear()
 
     def _sees(self) -> bool:

@@ -242,8 +242,8 @@ def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:
             alike.setdefault((frozenset(found) or (pair.here.test, pair.here.key)), []).append(pair)
     groups = sorted(alike.values(), key=len, reverse=True)
     for first, *others in groups[:_MOST_TEXTS]:
-        said, *more = comparison_text.text(first.diagnosis).splitlines()
-        yield from ("", f"{_where(first)}:", said, *map(printable, first.source), *more)
+        opening, *table = comparison_text.text(first.diagnosis).splitlines()
+        yield from ("", f"{_where(first)}:", opening, *map(printable, first.source), *table)
         if others:
             models = Counter(pair.here.test for pair in (first, *others))
             names = [p.here.test if models[p.here.test] == 1 else f"{p.here.test} ({p.here.key})" for p in others]

@@ -32,7 +32,7 @@ class Hunk(NamedTuple):
     name: str
     """Class and method."""
     lines: list[str]
-    """Each begins with ``-`` or ``+``."""
+    """Each begins with ``- `` or ``+ ``."""
 
 
 def source_lines(diagnosis: Diagnosis, here: Written, there: Written) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _methods(text: str, cls: str) -> dict[str, tuple[int, list[str]]]:
 def _dedented(marked: Sequence[str]) -> list[str]:
     """Return lines without the indentation that all of them have after their mark."""
     plain = textwrap.dedent("\n".join(line[1:] for line in marked)).split("\n")
-    return [mark[0] + line for mark, line in zip(marked, plain, strict=True)]
+    return [f"{mark[0]} {line}" for mark, line in zip(marked, plain, strict=True)]
 
 
 def _relative(file: Path) -> str:

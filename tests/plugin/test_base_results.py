@@ -82,10 +82,10 @@ def test_a_changed_model_is_in_every_report_although_its_test_passed(
     assert "Beside main (" in page
     verdict = "1 of 2 models changed beside main, for 1 cause. No test failed: 2 tests."
     assert verdict in page
-    assert base.said == "2 models: 1 unchanged, 1 changed"
+    assert base.said == "2 tests ran 2 models of 2 classes: 1 changed, 1 the same"
     result.stdout.fnmatch_lines(
         [
-            "2 models: 1 unchanged, 1 changed",
+            "2 tests ran 2 models of 2 classes: 1 changed, 1 the same",
             "::error file=a_net.py,line=4,title=modelprobe%3A Net changed::test_a.py::test_net: *",
             "*2 passed, 1 model changed in *",
         ]
@@ -125,8 +125,9 @@ def test_nothing_that_was_compared_has_its_reason(beside: Any) -> None:
     result, results = beside(NET, "-k", "nothing")
     assert result.ret != 0
     assert results.base is not None
-    assert results.base.stopped == "no test recorded a model, so nothing was compared"
+    said = "nothing was compared: no test that passed makes or calls a model of your own classes"
+    assert str(results.base.stopped).startswith(said)
     page = html.render(results)
-    assert "no test recorded a model" in page
+    assert "no test that passed makes or calls a model" in page
     assert "No model was compared with main. No test used a probe." in page
     assert markdown.render(results).startswith("### modelprobe: No model was compared with main. No test")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pytest_modelprobe.plugin.revisions import NOTHING_COMPARED
 from pytest_modelprobe.revisions import Pair, Ran, Records, SideBySide, SideError, TestsOn, judged
 
 TESTS = """
@@ -56,7 +58,7 @@ def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Beside
         roots: list[Path] = []
         with monkeypatch.context() as patch:
             patch.setattr("pytest_modelprobe.revisions.side_by_side", played)
-            result = pytester.runpytest("--modelprobe-base=main", *arguments)
+            result = pytester.runpytest("--modelprobe-base=main", "--modelprobe-base-all", *arguments)
         assert not any(root.exists() for root in roots)
         return result
 
@@ -68,24 +70,40 @@ def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Beside
     [
         ("unchanged", 0),
         ("rounding, unchanged", 0),
-        ("unchanged, changed", 1),
+        ("unchanged, changed", 0),
         ("not repeatable, unchanged", 0),
-        ("not repeatable", 1),  # nothing was compared
+        ("not repeatable", NOTHING_COMPARED),
         ("not run, unchanged", 0),
-        ("not run", 1),
+        ("not run", NOTHING_COMPARED),
     ],
 )
-def test_a_run_fails_if_a_model_changed_or_none_could_be_compared(beside: Beside, verdicts: str, status: int) -> None:
+def test_a_change_is_reported_and_nothing_compared_has_an_exit_code(beside: Beside, verdicts: str, status: int) -> None:
     result = beside(verdicts=verdicts)
     assert result.ret == status
     assert ("model changed" in result.outlines[-1]) == ("changed" in verdicts.split(", "))
+
+
+def test_a_run_fails_on_a_change_if_that_is_asked_for(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert beside("--modelprobe-base-fail-on=changed", verdicts="unchanged, changed").ret == 1
+    assert beside("--modelprobe-base-fail-on=changed", verdicts="unchanged").ret == 0
+    event = tmp_path / "event.json"
+    monkeypatch.setenv("GITHUB_EVENT_PATH", str(event))
+    for request, status in (
+        ({"labels": [], "body": "Model change:\nfaster"}, 1),
+        ({"labels": [{"name": "model-change"}], "body": None}, 0),
+        ({"labels": [], "body": "Faster.\r\nModel change: the scale was wrong"}, 0),
+    ):
+        event.write_text(json.dumps({"pull_request": request}))
+        assert beside("--modelprobe-base-fail-on=undeclared", verdicts="unchanged, changed").ret == status, request
 
 
 def test_a_run_that_failed_already_keeps_its_status(beside: Beside) -> None:
     assert beside("-k", "no_such_test", "-p", "no:syrupy").ret == pytest.ExitCode.NO_TESTS_COLLECTED
     assert beside("--collect-only").ret == 0
     result = beside(stopped="the other side is on fire")
-    assert result.ret == 1
+    assert result.ret == NOTHING_COMPARED
     assert "the other side is on fire" in result.outlines
 
 
@@ -95,9 +113,7 @@ def test_what_was_not_compared_is_counted_and_named(beside: Beside) -> None:
     said = beside(
         verdicts="unchanged", ran=ran, only_here=["test_a.py::test_b"], unpaired=2, tests={"test_a.py::test_a"}
     )
-    assert "1 model: 1 unchanged; 1 test only here; 1 test only there; 2 records of one side alone; 2 tests" in str(
-        said.stdout
-    )
+    assert "1 the same; 1 test only here; 1 test only there; 2 records of one side alone; 2 tests" in str(said.stdout)
     told = [line for line in said.outlines if line.startswith("there ")]
     assert told == [
         "there test_z.py: ImportError: z",
@@ -117,7 +133,7 @@ def test_a_test_that_failed_or_was_not_asked_for_here_is_not_missed_there(
     everything = [f"test_a.py::test_{name}" for name in "abc"]
     ran = Ran(with_probe=everything, failed={"test_a.py::test_a": "failed: assert 0"})
     said = str(beside("-k", "not test_c", ran=ran).stdout)
-    assert "1 model: 1 unchanged\n" in said
+    assert "1 test ran 1 model of 1 class: 1 the same\n" in said
     assert "there test_a" not in said
     said = str(beside("test_a.py::test_b", ran=ran).stdout)
     assert "only there" not in said  # nobody asked for the others

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_modelprobe.plugin.revisions import NOTHING_COMPARED
+
 NET = """
     from torch import nn
 
@@ -115,12 +117,17 @@ def test_a_change_is_named_as_by_a_snapshot(project: Project) -> None:
     project.replace("tests/test_net.py", "test_shapes", "test_architecture")
     project.commit("on main")
     project.git("switch", "-q", "other")
-    result = project.run("--modelprobe-base=main")
+    result = project.run("--modelprobe-base=main", "--modelprobe-base-fail-on=changed")
     said = text_of(result)
     assert result.ret == 1
-    assert "3 models: 3 changed; 1 test only here" in said  # the merge base has the old name too
+    # The test that is new runs on both sides too, for both run the tests of this one.
+    assert "4 tests ran 4 models of 1 class: 4 changed\n" in said
     assert "tests/test_net.py::test_run, run 1:\nnorm.eps 1e-05 → 0.0001: its output changed by 0.017 %" in said
-    assert "2 other models changed alike: tests/test_net.py::test_shapes and tests/test_net.py::test_step." in said
+    assert (
+        "  src/net.py:7 Net.__init__\n  - self.norm = nn.LayerNorm(16)\n  + self.norm = nn.LayerNorm(16, eps=1e-4)"
+        in said
+    )
+    assert "tests/test_net.py::test_shapes, tests/test_net.py::test_step and tests/test_new.py::test_new." in said
 
 
 def test_the_user_s_tree_is_as_it_was(project: Project) -> None:
@@ -138,7 +145,7 @@ def test_the_user_s_tree_is_as_it_was(project: Project) -> None:
 
     before = state()
     index = (project.path / ".git/index").read_bytes()
-    assert "3 models: 3 unchanged" in project.run("--modelprobe-base=HEAD").outlines
+    assert "3 tests ran 3 models of 1 class: 3 the same" in project.run("--modelprobe-base=HEAD").outlines
     assert (project.path / ".git/index").read_bytes() == index
     assert state() == before
     assert not (project.path / ".git/worktrees").exists()
@@ -152,7 +159,7 @@ def test_a_commit_that_cannot_be_imported_is_said(project: Project) -> None:
     said = "\n".join(result.outlines)
     assert "3 tests only here" in said
     assert "there tests/test_net.py: ModuleNotFoundError: No module named 'no_such_module'" in said
-    assert result.ret == 1  # nothing was compared
+    assert result.ret == NOTHING_COMPARED
 
 
 @pytest.mark.parametrize(
@@ -173,16 +180,16 @@ def test_a_side_that_is_not_there_is_refused_before_the_tests(
 
 def test_a_run_without_models_compares_nothing(project: Project) -> None:
     result = project.run("--modelprobe-base=HEAD", "-k", "without_a_model")
-    assert result.ret == 1
-    assert "no test recorded a model, so nothing was compared" in result.outlines
+    assert result.ret == NOTHING_COMPARED
+    assert "nothing was compared: no test that passed makes or calls a model of your own classes" in text_of(result)
 
 
 def test_ctrl_c_leaves_no_worktree(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
     running = tmp_path_factory.mktemp("side") / "running"
     slow = f"open({str(running)!r}, 'w'); import time; time.sleep(60)"
-    project.replace("tests/test_net.py", "def test_run(modelprobe):", f"def test_run(modelprobe):\n    {slow}")
+    project.replace("src/net.py", "super().__init__()", f"super().__init__(); {slow}")
     project.commit("slow")
-    project.replace("tests/test_net.py", slow, "pass")
+    project.replace("src/net.py", slow, "pass")
 
     def interrupt() -> None:
         while not running.exists():  # before, Python may ignore what a handler raises, in a fork
@@ -211,19 +218,22 @@ if test "$1" = -c; then echo '{versions}'; else echo ran >> {python}.log; exec "
     assert f"beside HEAD (COMMIT) under {python} =" in text_of(result)
     assert f"torch: {metadata.version('torch')} here, 9.9 there" in result.outlines
     assert Path(f"{python}.log").read_text("ascii") == "ran\n"  # once, for nothing changed
-    assert "3 models: 3 unchanged" in result.outlines
+    assert "3 tests ran 3 models of 1 class: 3 the same" in result.outlines
 
 
 @pytest.mark.long
 def test_it_works_under_xdist(project: Project) -> None:
     pytest.importorskip("xdist")
     project.replace("src/net.py", "LayerNorm(16)", "LayerNorm(16, eps=1e-4)")
-    result = project.run("-n2", "--modelprobe-base=HEAD")
+    result = project.run("-n2", "--modelprobe-base=HEAD", "--modelprobe-base-fail-on=changed")
     assert result.ret == 1
-    assert "3 models: 3 changed" in result.outlines
+    assert "3 tests ran 3 models of 1 class: 3 changed" in result.outlines
 
 
-RANDOM = ("self.norm(self.fc1(x)).relu()", "self.norm(self.fc1(x)).relu() + __import__('os').urandom(1)[0] * 1e-3")
+RANDOM = (
+    "self.norm(self.fc1(x)).relu()",
+    "self.norm(self.fc1(x)).relu() + int.from_bytes(__import__('os').urandom(4), 'big') * 1e-10",
+)
 
 
 def test_a_model_that_does_not_repeat_is_not_called_changed(project: Project) -> None:
@@ -231,7 +241,7 @@ def test_a_model_that_does_not_repeat_is_not_called_changed(project: Project) ->
     project.commit("random")
     project.replace("src/net.py", *reversed(RANDOM))
     result = project.run("--modelprobe-base=HEAD", "-k", "test_run")
-    assert "1 model: 1 not repeatable" in result.outlines
+    assert "1 test ran 1 model of 1 class: 1 not repeatable" in result.outlines
     told = r"tests/test_net\.py::test_run, run 1: not compared, for it is not repeatable at HEAD \(\w+\)"
     assert [line for line in result.outlines if re.fullmatch(told, line)]
-    assert result.ret == pytest.ExitCode.TESTS_FAILED  # nothing was compared
+    assert result.ret == NOTHING_COMPARED

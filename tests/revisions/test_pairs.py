@@ -47,7 +47,7 @@ def test_a_change_below_the_rounding_of_what_a_file_can_hold_is_no_change_where_
     assert not compare_records(actual, expected).same
     pair = judged(written(actual), written(expected))
     assert (pair.verdict, pair.first and pair.first.layer) == ("rounding", "3")
-    assert summary([pair]) == "1 model: 1 the same but for rounding"
+    assert summary([pair]) == "1 test ran 1 model of 1 class: 1 the same but for rounding"
     actual, expected = record_of(scale=1 + 2**-23), record_of()
     assert judged(written(actual), written(expected)).verdict == "changed"
 

@@ -1,0 +1,223 @@
+"""`--modelprobe-base` in a repository whose tests know nothing of it: their models are compared, and they pass or fail
+as they do by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pytest_modelprobe.plugin.revisions import NOTHING_COMPARED
+
+from .test_base import Project, text_of
+
+NET = """
+    import torch
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def __init__(self, dim, dim_head=8):
+            super().__init__()
+            self.dim, self.dim_head = dim, dim_head
+            self.to_qkv = nn.Linear(dim, 3 * dim, bias=False)
+            self.to_out = nn.Linear(dim, dim)
+            self.dropout = nn.Dropout(0.1)
+
+        def forward(self, x):
+            \"\"\"Mix the positions of (batch, position, channel).\"\"\"
+            b, n, d = x.shape
+            q, k, v = self.to_qkv(x).view(b, n, 3, -1, self.dim_head).permute(2, 0, 3, 1, 4)
+            scale = self.dim_head ** -0.5
+            attn = self.dropout((q @ k.transpose(-2, -1) * scale).softmax(-1))
+            return self.to_out((attn @ v).transpose(1, 2).reshape(b, n, d))
+
+
+    class Encoder(nn.Module):
+        def __init__(self, dim=16, depth=2):
+            super().__init__()
+            self.layers = nn.ModuleList(Attention(dim) for _ in range(depth))
+            self.head = nn.Linear(dim, 4)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.head(x.mean(1))
+"""
+
+TESTS = """
+    import copy
+    import pickle
+    import unittest
+
+    import pytest
+    import torch
+    from net import Attention, Encoder
+
+
+    @pytest.fixture(scope="session")
+    def shared():
+        return Encoder()
+
+
+    @pytest.fixture
+    def x():
+        return torch.randn(2, 5, 16)
+
+
+    def test_shared(shared, x):
+        assert shared(x).shape == (2, 4)
+
+
+    def test_shared_again(shared, x):
+        with torch.no_grad():
+            assert shared.eval()(x).isfinite().all()
+
+
+    @pytest.mark.parametrize("depth", [1, 3])
+    def test_depth(depth, x):
+        assert len(Encoder(depth=depth).layers) == depth
+        Encoder(depth=depth)(x)
+
+
+    def test_a_seed_that_is_set_twice_makes_the_same_model(x):
+        nets = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            nets.append(Encoder().eval())
+        assert torch.equal(nets[0](x), nets[1](x))
+        assert not torch.equal(nets[0](x), Encoder().eval()(x))
+
+
+    def test_a_state_that_is_put_back_gives_the_same_dropout(x):
+        net, state = Encoder(), torch.get_rng_state()
+        first = net(x)
+        torch.set_rng_state(state)
+        assert torch.equal(first, net(x))
+
+
+    def test_training():
+        net = Encoder()
+        optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+        x, y, losses = torch.randn(8, 4, 16), torch.arange(8) % 4, []
+        for _ in range(20):
+            losses.append(torch.nn.functional.cross_entropy(net(x), y))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-1] < losses[0]
+
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_copies(x):
+        net = Encoder().eval()
+        before = net(x)
+        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.jit.trace(net, x)):
+            assert torch.equal(before, other(x))
+
+
+    def test_a_part_of_a_model(x):
+        assert Encoder().layers[1](x).shape == x.shape
+
+
+    def test_no_hook_is_on_the_model(x):
+        net = Encoder()
+        net(x)
+        assert not any(module._forward_hooks for module in net.modules())
+
+
+    class TestAttention(unittest.TestCase):
+        def test_shape(self):
+            self.assertEqual(Attention(16)(torch.randn(1, 2, 16)).shape, (1, 2, 16))
+
+
+    def test_that_fails(x):
+        assert Encoder()(x).shape == (2, 5)
+
+
+    def test_without_a_model():
+        pass
+"""
+
+CHANGE = "scale = self.dim_head ** -0.5", "scale = self.dim ** -0.5"
+
+
+@pytest.fixture
+def plain(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked: None) -> Project:
+    """A repository with a model and tests that name no fixture of this package."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    project = Project(pytester)
+    project.write("src/net.py", NET)
+    project.write("tests/test_net.py", TESTS)
+    project.commit("an encoder")
+    return project
+
+
+def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project) -> None:
+    plain.replace("src/net.py", *CHANGE)
+    result = plain.run("--modelprobe-base=HEAD")
+    result.assert_outcomes(passed=12, failed=1)
+    said = text_of(result)
+    # Three of the same seeds, and a model and two copies; not in the test that fails, nor in that of the hooks.
+    assert "10 tests ran 14 models of 2 classes: 14 changed\n" in said
+    assert "layers.*: own code changed between to_qkv and dropout x2: by" in said
+    source = "  src/net.py:16 Attention.forward\n  - scale = self.dim_head ** -0.5\n  + scale = self.dim ** -0.5\n"
+    assert source in said
+    assert "1 test, as tests/test_net.py::test_no_hook_is_on_the_model: passes, but failed while" in said
+    assert "E       assert torch.Size([2, 4]) == (2, 5)" in said
+    assert plain.worktrees() == 1
+
+
+def test_the_same_code_computes_the_same(plain: Project) -> None:
+    arguments = ["--modelprobe-base=HEAD", "--deselect", "tests/test_net.py::test_that_fails"]
+    result = plain.run(*arguments, "--modelprobe-base-all")
+    assert result.ret == 0
+    assert "10 tests ran 14 models of 2 classes: 14 the same\n" in text_of(result)
+    result = plain.run(*arguments)
+    assert result.ret == 0
+    assert "10 tests not run there, for no file that they use differs" in result.outlines
+
+
+def test_a_test_that_uses_no_file_that_differs_does_not_run_there(plain: Project) -> None:
+    plain.write("src/other.py", "from torch import nn\n\nclass Other(nn.Linear):\n    pass\n")
+    plain.write(
+        "tests/test_other.py",
+        "import torch, other\n\ndef test_other():\n    other.Other(2, 2)(torch.ones(1, 2))\n",
+    )
+    plain.commit("another model")
+    plain.replace("src/other.py", "pass", "forward = lambda self, x: 2 * super(Other, self).forward(x)")
+    selected = ["--modelprobe-base=HEAD", "-k", "test_other or test_shared"]
+    said = text_of(plain.run(*selected))
+    assert "1 test ran 1 model of 1 class: 1 changed; 2 tests not run there, for no file that they use differs" in said
+    assert "3 tests ran 3 models of 2 classes: 1 changed, 2 the same\n" in text_of(
+        plain.run(*selected, "--modelprobe-base-all")
+    )
+
+
+def test_a_new_argument_leaves_the_other_side_its_own_tests(plain: Project) -> None:
+    plain.replace("src/net.py", *CHANGE)
+    plain.replace("src/net.py", "def __init__(self, dim=16, depth=2)", "def __init__(self, dim=16, depth=2, heads=2)")
+    plain.replace("tests/test_net.py", "assert shared(x).shape", "Encoder(heads=3)\n    assert shared(x).shape")
+    said = text_of(plain.run("--modelprobe-base=HEAD", "-k", "test_shared"))
+    assert "2 tests ran 2 models of 1 class: 2 changed\n" in said
+
+
+def test_tests_that_run_no_model_of_their_own_compare_nothing(plain: Project) -> None:
+    plain.write(
+        "tests/test_net.py", "import torch\n\ndef test_linear():\n    torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+    )
+    result = plain.run("--modelprobe-base=HEAD")
+    assert result.ret == NOTHING_COMPARED
+    assert "nothing was compared: no test that passed makes or calls a model of your own classes" in text_of(result)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [["-n2"], ["-p", "randomly", "-p", "xdist", "-n2"]])
+def test_workers_and_another_order_change_nothing(plain: Project, arguments: list[str]) -> None:
+    pytest.importorskip("xdist")
+    plain.replace("src/net.py", *CHANGE)
+    assert "10 tests ran 14 models of 2 classes: 14 changed\n" in text_of(
+        plain.run("--modelprobe-base=HEAD", *arguments)
+    )
