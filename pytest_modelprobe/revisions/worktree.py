@@ -284,12 +284,13 @@ class _Search:
             options={},
             records=str(records),
             evidence=True,
+            observe=True,
             like=None if like is None else str(like),
         )
         ran = side.run([job], self._folder / "log")
         self.runs += 1
         told = [*ran.unread.values(), *ran.failed.values()]
-        self.why = told[0] if told else "no test has a probe that runs a model"
+        self.why = told[0] if told else "no test makes or calls a model of your own classes"
         self._tree.check(read_written(records))
 
     def _argument(self, argument: str) -> str:
