@@ -144,13 +144,12 @@ class Sides:
 
     def plugins(self) -> Iterator[tuple[str, object]]:
         """Yield what writes the records of this side, by name."""
-        from pytest_modelprobe.revisions import Recorder, TestFiles
-        from pytest_modelprobe.revisions.observer import ModelObserver
+        from pytest_modelprobe.revisions import Recorder, TestFiles, observer_for
 
         here = self._folder / "here"
         recorder = Recorder(here)
         yield RECORDER, recorder
-        yield "modelprobe-observer", ModelObserver(recorder, reruns=True)
+        yield "modelprobe-observer", observer_for(recorder, reruns=True)
         if self._root is not None:
             yield "modelprobe-files", TestFiles(here, self._root)
 
@@ -388,7 +387,7 @@ class Sides:
 
     def _unwatched(self) -> Iterator[str]:
         """Yield why models were not watched here, and of how many tests."""
-        from pytest_modelprobe.revisions.recorder import FAILED, read_reasons
+        from pytest_modelprobe.revisions import FAILED, read_reasons
         from pytest_modelprobe.text import count
 
         tests: dict[str, set[str]] = {}
