@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
+import torch.distributed as dist
 from torch import nn
 
 from pytest_modelprobe import extension
@@ -242,7 +243,9 @@ class Watch:
         one = {"first": self._forwards.first, "last": self._forwards.newest}
         alone = one.get(which) if which in one else None
         kept = [alone] if alone else [] if which in one else self._forwards.kept.values()
-        reason = self._forwards.obstacle() if kept else "only the first forward of a kind can be run again"
+        reason = None if kept else "only the first forward of a kind can be run again"
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            reason = f"the model is one of {dist.get_world_size()}, which may wait for each other in a forward"
         if reason is not None:
             return with_note(record, f"no layer was called alone: {reason}")
         found: dict[Place, IsolatedResponse] = {}
@@ -252,7 +255,6 @@ class Watch:
                 for layer, call in request.like.calls
                 if call.response is not None and (call.root, call.root_training) == again.kind
             }
-            changed = self._forwards.changed()
             options = IsolationOptions(
                 layers=modules_of(record),
                 only=request.only,
@@ -267,10 +269,7 @@ class Watch:
                 what = again.reason or f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 record = with_note(record, f"no layer was called alone in the forward of {again.kind[0]}: {what}")
                 continue
-            for key, response in responses.items():
-                if key[0] in changed:
-                    response = IsolatedResponse(reason="tensors that it keeps were changed since")
-                found[*again.kind, *key] = response
+            found |= {(*again.kind, *key): response for key, response in responses.items()}
         return with_responses(record, found)
 
 

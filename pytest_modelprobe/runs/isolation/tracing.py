@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import types
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -272,18 +269,11 @@ def line(text: str) -> str:
 # --- forwards of a watch ----------------------------------------------------------------------------------------------
 #
 # A watch sees what the test runs, and cannot make it run again. To call layers alone later, it needs the inputs of a
-# forward, the modes, and the buffers as they were. All of these are copied. If one cannot be copied, the forward is not
-# run again, and a note says why.
-
-_OWN = frozenset(vars(nn.Module())) | {"_hf_hook"}  # the hook of accelerate leads to the weights of all layers
-"""Attributes of every module, and others that are not looked into."""
-
-_PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types.MethodType})
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
-"""Containers that can be restored, by exact type."""
+# forward, the modes, and the tensors that layers keep as they were. All of these are copied. If an input cannot be
+# copied, the forward is not run again, and a note says why.
 
 _MOST_BYTES = 1 << 26
-"""Most bytes of buffers that are copied: some models keep quantized weights in buffers."""
+"""Most bytes of kept tensors that are copied: some models keep quantized weights in buffers."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -325,8 +315,8 @@ class KeptForwards:
         self._layers = layers
         self.kept: dict[ForwardKind, KeptForward] = {}
         self._like: dict[ForwardKind, object] = {}
-        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._held: dict[str, list[tuple[ReferenceType[Tensor], int | None]]] = {}
+        self._before: list[tuple[dict[str, Any], str, Tensor]] = []
+        """Copies of tensors before the first forward, each with the dict that has it, and its name there."""
 
     def begins(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the inputs of a forward that is about to run, if it is new."""
@@ -335,7 +325,7 @@ class KeptForwards:
         tensors = tuple((path, None if x.is_nested else x.shape, x.dtype) for path, x in flat.tensors)
         like = tensors, tuple(flat.plain.items())
         if self.first is None:
-            self._note_state()
+            self._copy_kept_tensors()
         if kind not in self.kept:
             self.kept[kind], self._like[kind] = self._kept_forward(kind, args, kwargs), like
         self.newest = self.kept[kind] if self._like[kind] == like else None
@@ -354,59 +344,30 @@ class KeptForwards:
 
     @contextlib.contextmanager
     def prepared(self, model: nn.Module, again: KeptForward) -> Iterator[None]:
-        """Set the modes of a forward, and the buffers as they were before the first one. Restore them afterwards.
+        """Set the modes of a forward, and the tensors that layers keep as before the first one. Restore all afterwards.
 
         Writes to parameters and buffers within the block are not undone, as `isolate` restores these.
         """
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(preserved(model, values=False))
-            stack.enter_context(seeding.seeded(0))
+        with preserved(model, values=False), seeding.seeded(0):
             for module, training in zip(self._layers.modules.values(), again.modes, strict=True):
                 module.training = training
-            for parameter in nn.Module.parameters(model):
-                parameter.grad = None
-            for owner, name, buffer in self._buffers:
-                if name in owner._buffers:
-                    stack.callback(owner._buffers.__setitem__, name, owner._buffers[name])
-                    owner._buffers[name] = buffer.clone()
+            for owner, name, tensor in self._before:
+                if name in owner:
+                    owner[name] = tensor.clone()
             yield
 
-    def changed(self) -> set[str]:
-        """Return the layers whose attributes hold other tensors than before the first forward.
-
-        Parameters and buffers do not count. A cache depends on other layers, and would make a response depend on them.
-        """
-        return {
-            name
-            for name, now in _held(self._layers).items()
-            if [(id(was()), before) for was, before in self._held[name]] != [(id(t), version(t)) for t in now]
-        }
-
-    def obstacle(self) -> str | None:
-        """Return why no forward can be run again without changing the state of the model, or `None` if it can."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return f"the model is one of {dist.get_world_size()}, which may wait for each other in a forward"
-        known: set[int] = set()
-        for name, module in self._layers.modules.items():
-            for key, value in _attributes(module):
-                if id(value) not in known and type(value) not in _CONTAINERS:
-                    known.add(id(value))
-                    if not isinstance(value, Tensor) and flatten(key, value).tensors:
-                        return f"{name} holds tensors in an object that cannot be put back ({type(value).__name__})"
-        return None
-
-    def _note_state(self) -> None:
-        self._held = {name: [(ref(t), version(t)) for t in held] for name, held in _held(self._layers).items()}
-        # Those of norms are synthetic in an isolated call.
+    def _copy_kept_tensors(self) -> None:
+        """Copy buffers, those of norms aside, which are synthetic in an isolated call, and tensors in attributes."""
         found = [
-            (module, name, buffer)
+            (owner, name, tensor)
             for module in self._layers.modules.values()
-            for name, buffer in module._buffers.items()
-            if not isinstance(module, BatchOrInstanceNorm) and has_dense_storage(buffer) and buffer.is_floating_point()
+            for owner in (vars(module), {} if isinstance(module, BatchOrInstanceNorm) else module._buffers)
+            for name, tensor in owner.items()
+            if has_dense_storage(tensor) and tensor.is_floating_point()
         ]
-        if sum(buffer.nbytes for _, _, buffer in found) <= _MOST_BYTES:
+        if sum(tensor.nbytes for _, _, tensor in found) <= _MOST_BYTES:
             with statistics.ambient_modes_disabled(), torch.no_grad():
-                self._buffers = [(module, name, buffer.detach().clone()) for module, name, buffer in found]
+                self._before = [(owner, name, tensor.detach().clone()) for owner, name, tensor in found]
 
     def _kept_forward(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KeptForward:
         modes = tuple(module.training for module in self._layers.modules.values())
@@ -432,23 +393,3 @@ class KeptForwards:
                     raise CannotTellError("it is inside a transform, or has no memory of its own")
                 known[id(tensor)] = one.requires_grad_(tensor.requires_grad)
             return copy.deepcopy(inputs, known)
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a layer that may contain tensors."""
-    return ((key, v) for key, v in vars(module).items() if key not in _OWN and type(v) not in _PLAIN)
-
-
-def _held(layers: Layers) -> dict[str, list[Tensor]]:
-    """Return the tensors in the attributes of each layer, also in containers and objects."""
-    found: dict[int, list[Tensor]] = {}  # each object is searched once: layers share a configuration, often a large one
-
-    def inside(value: Any) -> list[Tensor]:
-        if id(value) not in found:
-            found[id(value)] = [tensor for _, tensor in flatten("", value).tensors]
-        return found[id(value)]
-
-    return {
-        name: [tensor for _, value in _attributes(module) for tensor in inside(value)]
-        for name, module in layers.modules.items()
-    }
