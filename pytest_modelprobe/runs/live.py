@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from pytest_modelprobe.record import IsolatedResponse, Layer, NamesBefore, Record, with_live_run
 
 from .isolation import Key
-
-S = TypeVar("S")
 
 Place = tuple[str, bool, str, int]
 """Address of a call in a record: the root's name and mode, the layer, and the number of the call."""
@@ -32,32 +30,29 @@ class IsolationRequest:
     own_arguments: bool = False
 
 
+class Isolating(Protocol):
+    """A run or a watch."""
+
+    def isolated(self, record: Record, request: IsolationRequest) -> Record:
+        """Fill in the isolated response of each call."""
+
+
+S = TypeVar("S", bound=Isolating)
+
+
 class WeakLiveRun(Generic[S]):
     """The `LiveRun` of records, which holds the run or watch that made them weakly.
+
+    What a watch saw cannot be run again as a whole. So nothing but the responses can be asked of it.
 
     Args:
         source: The run or watch.
         gone: The note for a record whose source does not exist any more.
-        isolated: Takes the source, a record and a request, and returns the record with isolated responses.
-        measured: Takes the source and a record, and returns the record with noise. `None` if noise cannot be measured.
-        repeats: Takes the source and a record, and returns whether the same numbers come out once more. `None` if that
-            cannot be tried.
-        varied: Takes the source and a record, and returns the record of a run with other random numbers and without
-            parameters that are zero. `None` if there is no such run.
     """
 
-    def __init__(
-        self,
-        source: S,
-        gone: str,
-        isolated: Callable[[S, Record, IsolationRequest], Record],
-        measured: Callable[[S, Record], Record] | None = None,
-        repeats: Callable[[S, Record], bool] | None = None,
-        varied: Callable[[S, Record], Record | None] | None = None,
-    ) -> None:
+    def __init__(self, source: S, gone: str) -> None:
         self._source = weakref.ref(source)
         self._gone = gone
-        self._isolated, self._measured, self._repeats, self._varied = isolated, measured, repeats, varied
 
     def isolated(
         self,
@@ -71,28 +66,22 @@ class WeakLiveRun(Generic[S]):
         """Fill in the isolated response of each call."""
         source = self._source()
         if source is None:
-            return with_live_run(with_note(record, f"no layer was called alone: {self._gone}"), self)
-        found = self._isolated(source, record, IsolationRequest(like or record, names, only, own_arguments))
+            found = with_note(record, f"no layer was called alone: {self._gone}")
+        else:
+            found = source.isolated(record, IsolationRequest(like or record, names, only, own_arguments))
         return with_live_run(found, self)
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""
-        if self._measured is None:
-            return record
-        source = self._source()
-        if source is None:
-            return with_live_run(with_note(record, f"no noise was measured: {self._gone}"), self)
-        return with_live_run(self._measured(source, record), self)
+        return record
 
     def repeats(self, record: Record) -> bool:
         """Return whether the same numbers come out once more."""
-        source = self._source()
-        return self._repeats is None or source is None or self._repeats(source, record)
+        return True
 
     def varied(self, record: Record) -> Record | None:
         """Return the record of the run with other random numbers, and without parameters that are zero."""
-        source = self._source()
-        return None if self._varied is None or source is None else self._varied(source, record)
+        return None
 
 
 def responses_of(record: Record) -> dict[Key, IsolatedResponse]:

@@ -50,12 +50,14 @@ from pytest_modelprobe.record import (
     has_nonfinite,
     is_narrow,
     qualified,
+    with_live_run,
 )
 
 from . import noise
 from .isolation import IsolationOptions, Key, Repeat, doubtful, in_float64, isolate_repeatedly, noisy
 from .live import (
     IsolationRequest,
+    WeakLiveRun,
     modules_of,
     responses_of,
     with_note,
@@ -455,6 +457,26 @@ class Run:
             if move is not None:
                 move.gradients(tensor for _, tensor in flatten("output", output).tensors)
             return loss_of(output, self.loss, seed=self.seed)
+
+
+class LiveRunOfRun(WeakLiveRun[Run]):
+    """The `LiveRun` of the record of a run."""
+
+    def measured(self, record: Record) -> Record:
+        """Fill in the noise of each reading and response."""
+        run = self._source()
+        note = f"no noise was measured: {self._gone}"
+        return with_live_run(with_note(record, note) if run is None else run.measured(record), self)
+
+    def repeats(self, record: Record) -> bool:
+        """Return whether the same numbers come out once more."""
+        run = self._source()
+        return run is None or run.repeats(record)
+
+    def varied(self, record: Record) -> Record | None:
+        """Return the record of the run with other random numbers, and without parameters that are zero."""
+        run = self._source()
+        return None if run is None else run.varied(record)
 
 
 def is_same_device(a: torch.device, b: torch.device) -> bool:

@@ -233,23 +233,19 @@ class Watch:
         if record is None or then != now:
             record = assemble(self._capture, which, seed=self._seed)
             if self._forwards is not None:
-                with_live_run(record, WeakLiveRun(self, _GONE, functools.partial(Watch.isolated, which=which)))
+                with_live_run(record, WeakLiveRun(self, _GONE))
             self._records[which] = now, record
         return record
 
-    def isolated(self, record: Record, request: IsolationRequest, *, which: Which) -> Record:
+    def isolated(self, record: Record, request: IsolationRequest) -> Record:
         """Fill in the `IsolatedResponse` of each call in the kept forwards, with the model as it is now."""
         assert self._forwards is not None
-        one = {"first": self._forwards.first, "last": self._forwards.newest}
-        alone = one.get(which) if which in one else None
-        kept = [alone] if alone else [] if which in one else self._forwards.kept.values()
-        reason = None if kept else "only the first forward of a kind can be run again"
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             reason = f"the model is one of {dist.get_world_size()}, which may wait for each other in a forward"
-        if reason is not None:
             return with_note(record, f"no layer was called alone: {reason}")
         found: dict[Place, IsolatedResponse] = {}
-        for again in kept:
+        kinds = {(call.root, call.root_training) for _, call in record.calls}
+        for again in (forward for kind, forward in self._forwards.kept.items() if kind in kinds):
             recipes = {
                 (layer.name, call.index): call.response.recipes
                 for layer, call in request.like.calls

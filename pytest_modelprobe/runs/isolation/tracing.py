@@ -303,33 +303,24 @@ class KeptForwards:
     >>> x = torch.ones(1, 2)
     >>> forwards.begins(("(root)", True), (x,), {})
     >>> _ = x.zero_()
-    >>> with forwards.prepared(model, forwards.first):
-    ...     torch.equal(forwards.run(forwards.first), model(torch.ones(1, 2)))
+    >>> (again,) = forwards.kept.values()
+    >>> with forwards.prepared(model, again):
+    ...     torch.equal(forwards.run(again), model(torch.ones(1, 2)))
     True
     """
 
     def __init__(self, layers: Layers) -> None:
-        self.first: KeptForward | None = None
-        self.newest: KeptForward | None = None
-        """The kept forward, if the newest one had its shapes and arguments."""
         self._layers = layers
         self.kept: dict[ForwardKind, KeptForward] = {}
-        self._like: dict[ForwardKind, object] = {}
         self._before: list[tuple[dict[str, Any], str, Tensor]] = []
         """Copies of tensors before the first forward, each with the dict that has it, and its name there."""
 
     def begins(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the inputs of a forward that is about to run, if it is new."""
-        flat = flatten_call(args, kwargs)
-        # Strided nested tensors have no shape.
-        tensors = tuple((path, None if x.is_nested else x.shape, x.dtype) for path, x in flat.tensors)
-        like = tensors, tuple(flat.plain.items())
-        if self.first is None:
+        if not self.kept:
             self._copy_kept_tensors()
         if kind not in self.kept:
-            self.kept[kind], self._like[kind] = self._kept_forward(kind, args, kwargs), like
-        self.newest = self.kept[kind] if self._like[kind] == like else None
-        self.first = self.first or self.newest
+            self.kept[kind] = self._kept_forward(kind, args, kwargs)
 
     def run(self, again: KeptForward) -> object:
         """Run a forward again. To be called within `prepared`."""
