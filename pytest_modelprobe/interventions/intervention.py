@@ -317,21 +317,17 @@ class Intervention:
 def _weights_changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Write ``change(name, weight)`` into each weight, and on exit the bits that it had before.
 
-    A parameter that is used in several places is changed once. All changes are computed before one is written, so that
-    an error leaves all weights as they are.
+    A parameter that is used in several places is changed once.
     """
     once = {id(weight): (name, weight) for name, weight in reversed([*weights.items()])}
-    planned = []
-    for name, weight in once.values():
-        with torch.no_grad():
-            before = weight.detach().clone()
-            after = change(name, before.clone())
+    with contextlib.ExitStack() as stack:
+        for name, weight in once.values():
+            with torch.no_grad():
+                before = weight.detach().clone()
+                after = change(name, before.clone())
             if after.shape != before.shape:
                 shapes = f"{tuple(after.shape)}, not {tuple(before.shape)}"
                 raise UsageError(f"{name} became a tensor of another shape: {shapes}")
-            planned.append((weight, before, after))
-    with contextlib.ExitStack() as stack:
-        for weight, before, after in planned:
             stack.callback(_write, weight, before)
             _write(weight, after)
         yield

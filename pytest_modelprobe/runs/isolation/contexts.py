@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from pytest_modelprobe._torch import BatchOrInstanceNorm
 from pytest_modelprobe.models import (
-    GENERATORS,
     as_bits,
     flatten_call,
     has_dense_storage,
@@ -188,8 +187,6 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
     contents = [(value, value.copy()) for value in before.values() if type(value) in _CONTAINERS]
     own = [*(b for _, b in buffers_of(module)), *(v for v in before.values() if has_dense_storage(v))]
     tensors = [tensor for tensor in own if not tensor.is_inference()]
-    if getattr(module, "max_norm", None) is not None:  # an embedding, which renormalizes its weight as it is called
-        tensors += [p for _, p in weights_of(module)]
     bits = [(tensor, as_bits(tensor).clone()) for tensor in tensors]
     try:
         yield
@@ -202,18 +199,6 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
             (container.extend if isinstance(container, (list, deque)) else container.update)(content)
         for tensor, elements in bits:
             _put_back(tensor, elements)
-
-
-def fixed_seed() -> Callable[[], None]:
-    """Return a function that sets all random generators to one state. That is cheaper than seeding them each time."""
-    seeding.seed_everything(0)
-    states = [(one, state) for one in GENERATORS if (state := one.get()) is not None]
-
-    def seed() -> None:
-        for one, state in states:
-            one.set(state)
-
-    return seed
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
