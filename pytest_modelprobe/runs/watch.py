@@ -29,7 +29,7 @@ from pytest_modelprobe.record import (
 )
 
 from .isolation import IsolationOptions, KeptForwards, isolate
-from .live import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
+from .run import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
 
