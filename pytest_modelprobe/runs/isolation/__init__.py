@@ -35,11 +35,11 @@ from pytest_modelprobe.runs.noise import relative_change
 from .calls import IsolationOptions, Key, Perturb, Repeat, Session, in_float64
 from .contexts import StateBefore, is_ours, without_hooks, without_warnings
 from .recipes import Draws, fits, kind_of, synthetic
-from .tracing import KeptForward, KeptForwards, Tracer
+from .tracing import CannotTellError, Tracer, reason_of
 
 __all__ = [
-    "IsolationOptions", "Key", "KeptForward", "KeptForwards", "Perturb", "Repeat", "doubtful", "fits", "in_float64",
-    "isolate", "isolate_repeatedly", "kind_of", "noisy", "synthetic",
+    "CannotTellError", "IsolationOptions", "Key", "Perturb", "Repeat", "doubtful", "fits", "in_float64",
+    "isolate", "isolate_repeatedly", "kind_of", "noisy", "reason_of", "synthetic",
 ]  # fmt: skip
 
 _ALL_LAYERS = IsolationOptions()

@@ -1,4 +1,4 @@
-"""The calls of a real run, with recipes of their tensors, and copies of a watch's inputs, to run its forwards again.
+"""The calls of a real run, with recipes of their tensors.
 
 No tensor of the run is kept, since that would take the memory of all activations. Each is replaced by a placeholder on
 the meta device that says how to make a synthetic one. If something cannot be replaced, the call is not repeated alone,
@@ -7,11 +7,10 @@ and that is the reason.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import BatchOrInstanceNorm, is_wrapped
 from pytest_modelprobe.models import (
     Autocast,
     CallTracer,
@@ -28,17 +25,12 @@ from pytest_modelprobe.models import (
     Layers,
     ModuleCall,
     active_autocast,
-    changing_hooks,
-    detached_copy,
     flatten,
     flatten_call,
     has_dense_storage,
     map_tensors,
-    preserved,
-    seeding,
     version,
 )
-from pytest_modelprobe.record import ForwardKind
 from pytest_modelprobe.runs.noise import NARROW
 
 from .recipes import kind_of
@@ -264,123 +256,3 @@ def line(text: str) -> str:
     first = text.strip().partition("\n")[0]
     shown = "".join(c if c.isprintable() else "?" for c in first)
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
-
-
-# --- forwards of a watch ----------------------------------------------------------------------------------------------
-#
-# A watch sees what the test runs, and cannot make it run again. To call layers alone later, it needs the inputs of a
-# forward, the modes, and the tensors that layers keep as they were. All of these are copied. If an input cannot be
-# copied, the forward is not run again, and a note says why.
-
-_MOST_BYTES = 1 << 26
-"""Most bytes of kept tensors that are copied: some models keep quantized weights in buffers."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class KeptForward:
-    """What is needed to run a forward again."""
-
-    kind: ForwardKind
-    inputs: Any
-    """Copies of its positional and keyword arguments."""
-    modes: tuple[bool, ...]
-    """Whether each layer is in training mode, in the order of the layers."""
-    autocast: tuple[Autocast, ...]
-    changes: tuple[int, ...] = ()
-    """The hooks that changed what layers compute; see `models.changing_hooks`."""
-    reason: str | None = None
-    """Why it cannot be run again, or `None`."""
-
-
-class KeptForwards:
-    """Copies the inputs of the first forward of each kind.
-
-    Args:
-        layers: The layers of the model.
-
-    >>> model = nn.Linear(2, 2)
-    >>> forwards = KeptForwards(Layers(model))
-    >>> x = torch.ones(1, 2)
-    >>> forwards.begins(("(root)", True), (x,), {})
-    >>> _ = x.zero_()
-    >>> (again,) = forwards.kept.values()
-    >>> with forwards.prepared(model, again):
-    ...     torch.equal(forwards.run(again), model(torch.ones(1, 2)))
-    True
-    """
-
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
-        self.kept: dict[ForwardKind, KeptForward] = {}
-        self._before: list[tuple[dict[str, Any], str, Tensor]] = []
-        """Copies of tensors before the first forward, each with the dict that has it, and its name there."""
-
-    def begins(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep the inputs of a forward that is about to run, if it is new."""
-        if not self.kept:
-            self._copy_kept_tensors()
-        if kind not in self.kept:
-            self.kept[kind] = self._kept_forward(kind, args, kwargs)
-
-    def run(self, again: KeptForward) -> object:
-        """Run a forward again. To be called within `prepared`."""
-        if again.changes != changing_hooks(self._layers.modules.values()):
-            again.reason = "an intervention began or ended since: compare the record within its block"
-            raise CannotTellError(again.reason)
-        args, kwargs = self._copied(again.inputs)
-        with contextlib.ExitStack() as stack:
-            for state in again.autocast:
-                stack.enter_context(torch.autocast(*state))
-            return self._layers.modules[again.kind[0]](*args, **kwargs)
-
-    @contextlib.contextmanager
-    def prepared(self, model: nn.Module, again: KeptForward) -> Iterator[None]:
-        """Set the modes of a forward, and the tensors that layers keep as before the first one. Restore all afterwards.
-
-        Writes to parameters and buffers within the block are not undone, as `isolate` restores these.
-        """
-        with preserved(model, values=False), seeding.seeded(0):
-            for module, training in zip(self._layers.modules.values(), again.modes, strict=True):
-                module.training = training
-            for owner, name, tensor in self._before:
-                if name in owner:
-                    owner[name] = tensor.clone()
-            yield
-
-    def _copy_kept_tensors(self) -> None:
-        """Copy buffers, those of norms aside, which are synthetic in an isolated call, and tensors in attributes."""
-        found = [
-            (owner, name, tensor)
-            for module in self._layers.modules.values()
-            for owner in (vars(module), {} if isinstance(module, BatchOrInstanceNorm) else module._buffers)
-            for name, tensor in owner.items()
-            if has_dense_storage(tensor) and tensor.is_floating_point()
-        ]
-        if sum(tensor.nbytes for _, _, tensor in found) <= _MOST_BYTES:
-            with statistics.ambient_modes_disabled(), torch.no_grad():
-                self._before = [(owner, name, tensor.detach().clone()) for owner, name, tensor in found]
-
-    def _kept_forward(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KeptForward:
-        modes = tuple(module.training for module in self._layers.modules.values())
-        again = KeptForward(kind, None, modes, active_autocast(), changing_hooks(self._layers.modules.values()))
-        try:
-            again.inputs = self._copied((args, dict(kwargs)))
-        except Exception as error:  # noqa: BLE001 - the `__deepcopy__` of an input may raise anything
-            again.reason = f"an input cannot be copied: {reason_of(error)}"
-        return again
-
-    def _copied(self, inputs: Any) -> Any:
-        """Return a deep copy, detached from graphs, except for modules of the model.
-
-        Unlike `map_tensors`, it copies every object, because the model may change a cache before the forward is run
-        again.
-        """
-        root = next(iter(self._layers.modules.values()))
-        known: dict[int, Any] = {id(module): module for module in root.modules()}
-        with statistics.ambient_modes_disabled(), torch.no_grad():
-            for _, tensor in flatten_call(*inputs, objects=True).tensors:
-                one = detached_copy(tensor) if has_dense_storage(tensor) and not is_wrapped(tensor) else None
-                if one is None:
-                    raise CannotTellError("it is inside a transform, or has no memory of its own")
-                known[id(tensor)] = one.requires_grad_(tensor.requires_grad)
-            return copy.deepcopy(inputs, known)
