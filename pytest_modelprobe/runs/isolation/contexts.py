@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 import types
-import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -54,11 +53,6 @@ def is_equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def is_ours(hook: Any) -> bool:
-    """Whether a hook belongs to an open watch."""
-    return getattr(hook, "is_modelprobe", False)
-
-
 @contextlib.contextmanager
 def without_hooks(modules: Iterable[nn.Module], which: Callable[[Any], bool] = lambda hook: True) -> Iterator[None]:
     """Remove some hooks of the modules within the block."""
@@ -89,13 +83,6 @@ def fused_paths_disabled(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextlib.contextmanager
-def without_warnings(gradient: bool) -> Iterator[None]:
-    """Run code on synthetic numbers, without the warnings that these cause."""
-    with warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.set_grad_enabled(gradient):
-        yield
 
 
 class StateBefore:

@@ -187,7 +187,7 @@ class Tracer:
         if hasattr(tensor, "_modelprobe_spec"):
             return tensor
         if type(tensor) not in (Tensor, nn.Parameter) or not has_dense_storage(tensor) or tensor.is_quantized:
-            raise CannotTellError(f"a {_tensor_type(tensor)}")
+            raise CannotTellError(f"a tensor that is not dense ({type(tensor).__name__}, {tensor.layout})")
         floating = tensor.is_floating_point() or tensor.is_complex()
         spec = TensorSpec(
             name=name,
@@ -228,14 +228,6 @@ def copied(value: Any, function: Callable[[Tensor], Tensor], kept: Mapping[int, 
     """Return a deep copy with ``function`` applied to each tensor. Objects in ``kept``, by id, are not copied."""
     with _Replacing(function):
         return copy.deepcopy(value, dict(kept))
-
-
-def _tensor_type(tensor: Tensor) -> str:
-    if type(tensor) not in (Tensor, nn.Parameter):
-        return type(tensor).__name__
-    if tensor.is_meta:
-        return "meta tensor"
-    return "quantized tensor" if tensor.is_quantized else f"{str(tensor.layout).removeprefix('torch.')} tensor"
 
 
 _LONGEST = 200
