@@ -464,20 +464,18 @@ class PreparedModel:
         """
         paths = {id(tensor): path for path, tensor in reversed(self.inputs)}
 
-        def varied(path: str, tensor: Tensor, vary: Vary) -> Tensor:
-            try:
-                return vary(path, tensor)
-            except (NotApplicableError, UsageError):
-                raise
-            except Exception as error:
-                what = f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
-                raise NotApplicableError(f"{path} cannot be varied ({what}): {line_of(error)}") from error
-
         def copied(tensor: Tensor) -> Tensor:
             copy = copy_of(tensor).to(self.probe.device)
             copy = copy.to(widened(copy.dtype)) if self._wide else copy
-            if vary is not None and id(tensor) in paths:
-                copy = varied(paths[id(tensor)], copy, vary)
+            path = paths.get(id(tensor))
+            if vary is not None and path is not None:
+                try:
+                    copy = vary(path, copy)
+                except (NotApplicableError, UsageError):
+                    raise
+                except Exception as error:
+                    what = f"{copy.dtype}, {copy.layout}".replace("torch.", "")
+                    raise NotApplicableError(f"{path} cannot be varied ({what}): {line_of(error)}") from error
             wanted = tensor.requires_grad or (requires_grad and copy.is_floating_point())
             return copy.requires_grad_(wanted and torch.is_grad_enabled())
 
