@@ -313,11 +313,6 @@ def test_a_loss_below_zero_has_no_share_to_be_brought_down_to(probe: ModelProbe,
     assert found.verdict == "not applicable"
 
 
-def test_what_is_no_optimizer_is_refused(probe: ModelProbe) -> None:
-    with pytest.raises(UsageError, match="got list"):
-        checks.optimizer_covers(probe, nn.Linear(2, 2), optimizer=[])
-
-
 # --- repetition ---------------------------------------------------------------------------------------------------
 
 
