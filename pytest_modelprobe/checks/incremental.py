@@ -23,7 +23,7 @@ from pytest_modelprobe.models import flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, listed
 
-from .agreement import changed, disagreements
+from .agreement import changed, check_not_random
 from .check import check
 from .outcome import NotApplicableError, Violation
 from .positions import (
@@ -296,9 +296,7 @@ class _Attempt:
         Raises:
             NotApplicableError: The model is not causal, or random.
         """
-        again = self.prepared.reference(mode="eval")
-        if disagreements(again, self.prepared.variation(mode="eval", seed="another"), tolerance=0.0):
-            raise NotApplicableError("the model is random in evaluation mode: eval_stable names the layer")
+        check_not_random(self.prepared)
         if name and not first.chunk and isinstance(self.later_unseen(), Violation):
             raise NotApplicableError(
                 f"its first positions depend on later ones, from {first.layer_tensor.where} on: it is not causal"

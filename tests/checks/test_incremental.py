@@ -353,7 +353,7 @@ def test_a_model_that_is_not_causal_has_no_such_property(probe: ModelProbe) -> N
 def test_a_model_that_is_random_has_no_such_property(probe: ModelProbe, decoder: Any, ids: Tensor) -> None:
     planted(decoder.norm, forward=lambda self, x: x + torch.randn_like(x))
     found = checks.incremental.outcome(probe, decoder, ids)
-    assert found.text == "the model is random in evaluation mode: eval_stable names the layer"
+    assert found.text == "random in evaluation: another seed changes what norm returns"
 
 
 def test_a_state_that_is_given_is_refused(probe: ModelProbe) -> None:
