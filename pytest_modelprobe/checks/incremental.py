@@ -410,13 +410,6 @@ def _taking_a_state(prepared: PreparedModel) -> str:
 
 
 def _by_step(prepared: PreparedModel, step: Callable[..., Any], tensor: Tensor, axis: int) -> _Call:
-    try:
-        inspect.signature(step).bind(prepared.model, tensor, None)
-    except TypeError as error:
-        raise UsageError(f"step= is called with the model, a chunk and the state: {error}") from error
-    except ValueError:  # of some builtins nothing is known
-        pass
-
     def call(start: int, n: int, state: Any) -> tuple[Any, Any]:
         found = step(prepared.model, tensor.to(prepared.probe.device).narrow(axis, start, n).clone(), state)
         if not isinstance(found, tuple) or len(found) != 2:

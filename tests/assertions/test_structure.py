@@ -283,11 +283,6 @@ def test_a_failure_names_those_that_lose_nothing_too() -> None:
     assert text.endswith("\n\nAlso not called, without unused weights: 0.dropout and 0.used.")
 
 
-def test_what_is_no_number_of_calls_is_refused() -> None:
-    with pytest.raises(UsageError, match="per_forward is the number of calls in each forward, 0 or more; got"):
-        assert_called(two_layers(), per_forward=-1)
-
-
 # --- hooks --------------------------------------------------------------------------------------------------------
 
 

@@ -381,8 +381,3 @@ def test_options_that_are_none_are_refused(
     with pytest.raises(UsageError) as error:
         checks.incremental(probe, decoder, ids, **options)
     assert said in str(error.value)
-
-
-def test_a_step_that_takes_something_else_is_an_error_of_the_test() -> None:
-    with pytest.raises(UsageError, match="step= is called with the model, a chunk and the state: too many"):
-        checks.incremental(ModelProbe(), nn.LSTM(4, 4, batch_first=True), torch.ones(2, 6, 4), step=lambda m, x: (x, x))
