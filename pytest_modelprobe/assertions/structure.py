@@ -620,8 +620,6 @@ def _parameters(subject: Subject | Any, layers: Selector) -> Iterator[tuple[str,
         if layers != "**":
             raise UsageError("layers= goes with a record; of a module all parameters are looked at")
         for name, p in subject.named_parameters(remove_duplicate=False):
-            if type(p).__name__ == "UninitializedParameter":
-                raise UsageError(f"{name} has no shape yet: run the model once, then count")
             yield name, p.numel(), p.requires_grad, id(p)
         return
     source = source_of(subject)

@@ -374,10 +374,10 @@ def checked_sizes(option: str, given: Sequence[int], length: int) -> tuple[int, 
     Raises:
         UsageError: They do not add up to the whole, or there is one alone.
     """
-    if not all(isinstance(n, int) and n > 0 for n in given) or sum(given) != length:
-        raise UsageError(f"{option} are lengths that add up to the {count(length, 'position')}; got {given!r}")
-    if len(given) < 2:
-        raise UsageError(f"{option} are two or more; got {given!r}")
+    if not all(isinstance(n, int) and n > 0 for n in given) or sum(given) != length or len(given) < 2:
+        raise UsageError(
+            f"{option} are two or more lengths that add up to the {count(length, 'position')}; got {given!r}"
+        )
     return tuple(given)
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.comparison.text import percent
-from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     CallTracer,
     Layers,
@@ -280,10 +279,6 @@ def compile_parity(
     compile_parity holds for Linear: 1 output, 2 parameters
     """
     compiled: Any = functools.partial(torch.compile, backend=backend)
-    try:
-        compiled(nn.Identity())
-    except Exception as error:
-        raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
     one, other = prepared.reference(mode="eval", backward=True), prepared.copied()
     torch.compiler.reset()
     try:

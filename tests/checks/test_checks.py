@@ -113,12 +113,6 @@ def named(outcome: Outcome) -> str | None:
 
 
 @pytest.fixture
-def probe() -> ModelProbe:
-    torch.manual_seed(0)  # of weights
-    return ModelProbe()
-
-
-@pytest.fixture
 def ids(probe: ModelProbe) -> Tensor:
     return probe.randint(0, WORDS, (BATCH, LENGTH))
 

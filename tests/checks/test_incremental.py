@@ -370,8 +370,8 @@ def test_two_positions_are_too_few(probe: ModelProbe, decoder: Any, ids: Tensor)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"chunks": [5, 4]}, "chunks= are lengths that add up to the 10 positions; got [5, 4]"),
-        ({"chunks": [10]}, "chunks= are two or more; got [10]"),
+        ({"chunks": [5, 4]}, "chunks= are two or more lengths that add up to the 10 positions; got [5, 4]"),
+        ({"chunks": [10]}, "chunks= are two or more lengths that add up to the 10 positions; got [10]"),
         ({"step": lambda *_: 1}, "step= returns the output and the state, a pair; got int"),
     ],
 )

@@ -11,12 +11,6 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, assert_finite, checks
 
-
-@pytest.fixture
-def probe() -> ModelProbe:
-    return ModelProbe()
-
-
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 

@@ -30,12 +30,6 @@ class Code(nn.Module):
         return self.code(self, *args, **kwargs)
 
 
-@pytest.fixture
-def probe() -> ModelProbe:
-    torch.manual_seed(0)  # of weights
-    return ModelProbe()
-
-
 # --- batch --------------------------------------------------------------------------------------------------------
 
 
