@@ -490,12 +490,9 @@ def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tupl
     found = [where for where in _masks(prepared) if shapes[where] == shape]
     if len(found) == 1 and shape[0] != shape[1]:
         return found[0]
+    why = f"it is not known which mask is of (batch, positions), among {listed(found)}"
     if not found:
         why = f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask"
-    elif len(found) > 1:
-        why = f"there are several masks, {listed(found)}"
-    else:
-        why = f"there are as many rows as positions, {shape[0]}: {found[0]} may be of (positions, positions) too"
     raise NotApplicableError(f"{why}: give mask= its name")
 
 

@@ -299,7 +299,9 @@ def test_several_masks_have_to_be_told_apart(probe: ModelProbe, rows: Tensor) ->
 
     both = {"mask": torch.ones(5, 6), "other_mask": torch.ones(5, 6)}
     found = checks.padding_invariant.outcome(probe, Two(), rows, kwargs=both)
-    assert found.text == "there are several masks, mask and other_mask: give mask= its name"
+    assert found.text == (
+        "it is not known which mask is of (batch, positions), among mask and other_mask: give mask= its name"
+    )
 
 
 def test_a_loss_below_zero_has_no_share_to_be_brought_down_to(probe: ModelProbe, rows: Tensor) -> None:

@@ -325,7 +325,7 @@ def test_a_mask_of_positions_by_positions_is_none_of_padding(probe: ModelProbe, 
 
 def test_a_square_mask_may_be_one_of_positions_by_positions(probe: ModelProbe, encoder: nn.Module) -> None:
     found = checks.padding_invariant.outcome(probe, encoder, probe.randn(8, 8, 8), src_mask=torch.zeros(8, 8))
-    assert found.text.startswith("there are as many rows as positions, 8: ")
+    assert found.text.startswith("it is not known which mask is of (batch, positions), among src_mask")
 
 
 def test_a_mask_of_floats_is_added(probe: ModelProbe, encoder: nn.Module) -> None:
