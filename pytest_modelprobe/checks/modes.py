@@ -166,8 +166,8 @@ def eval_stable(prepared: PreparedModel) -> Violation | str:
 def train_eval_differ(prepared: PreparedModel) -> Violation | str:
     """Check that dropout and batch statistics are used in training mode and not in evaluation mode.
 
-    Each such layer has to return another output in the other mode. A BatchNorm that stays in evaluation mode and whose
-    parameters are frozen is left out, as this is intended.
+    Each such layer has to be active in training alone: a dropout drops, a norm is in training mode. A BatchNorm that
+    stays in evaluation mode and whose parameters are frozen is left out, as this is intended.
 
     >>> import torch
     >>> from torch import nn
@@ -191,16 +191,17 @@ def train_eval_differ(prepared: PreparedModel) -> Violation | str:
         on_in_eval = on.copy()
         on.clear()
         prepared.reference(mode="train")
-    if not on:
-        raise NotApplicableError(f"{listed(wanted)} {'is' if len(wanted) == 1 else 'are'} never called")
+    looked_at = [name for name in on if name in on_in_eval]
+    if not looked_at:
+        raise NotApplicableError(f"{listed(wanted)} {'is' if len(wanted) == 1 else 'are'} never called, or with zeros")
     same = []
-    for name in on:
+    for name in looked_at:
         parameters = list(nn.Module.parameters(prepared.layers.modules[name]))
         frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
-        if on[name] == on_in_eval.get(name) and (on[name] or not frozen):
+        if on[name] == on_in_eval[name] and (on[name] or not frozen):
             same.append(name)
     if not same:
-        return count(len(on), "layer")
+        return count(len(looked_at), "layer")
     return Violation.first_of(
         ((name, type(prepared.layers.modules[name]).__name__) for name in same),
         "does the same in training and in evaluation mode",

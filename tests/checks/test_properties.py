@@ -650,7 +650,9 @@ def test_a_norm_that_stays_in_evaluation_is_meant_so_if_it_is_frozen(probe: Mode
 
 def test_a_dropout_that_is_never_called_is_said_to_be(probe: ModelProbe) -> None:
     model = Code(lambda self, x: x, drop=nn.Dropout(0.5))
-    assert checks.train_eval_differ.outcome(probe, model, probe.randn(2, 3)).text == "drop is never called"
+    assert (
+        checks.train_eval_differ.outcome(probe, model, probe.randn(2, 3)).text == "drop is never called, or with zeros"
+    )
 
 
 # --- dropout of one seed ------------------------------------------------------------------------------------------
