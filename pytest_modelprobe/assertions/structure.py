@@ -7,7 +7,6 @@ A layer that is made and never called, or called once too often, changes no shap
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,13 +72,12 @@ class Bindings(dict[str, tuple[Size, str]]):
         >>> Bindings(dims={"bacth": 4}).check_used([parse("batch 16")])
         Traceback (most recent call last):
         pytest_modelprobe.exceptions.ShapeSpecError: dims= fixes 'bacth', which no spec uses; \
-write 'batch'.
+the names in use are: 'batch'.
         """
         used = list(dict.fromkeys(str(token) for tokens in specs for token in tokens if _is_name(token)))
         for name in self.keys() - set(used):
-            near = difflib.get_close_matches(name, used, 1)
-            hint = f"write {near[0]!r}" if near else f"the names in use are: {', '.join(map(repr, used)) or 'none'}"
-            raise ShapeSpecError(f"dims= fixes {name!r}, which no spec uses; {hint}.")
+            names = ", ".join(map(repr, used)) or "none"
+            raise ShapeSpecError(f"dims= fixes {name!r}, which no spec uses; the names in use are: {names}.")
 
 
 def parse(spec: Spec) -> Tokens:
