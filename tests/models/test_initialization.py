@@ -184,14 +184,10 @@ def test_a_weight_made_of_two_others_stays_their_sum():
     assert torch.equal(model.sum, model["a"].weight + model["b"].weight)
 
 
-def test_weight_norm_starts_as_the_layer_it_wraps():
-    model = build(WAYS["weight_norm"], seed=0)
-    original0, original1 = model.parametrizations.weight.parameters()
+def test_norms_of_weights_start_as_the_layers_that_they_wrap():
+    original0, original1 = build(WAYS["weight_norm"], seed=0).parametrizations.weight.parameters()
     torch.testing.assert_close(original0, original1.norm(dim=1, keepdim=True))
-
-
-def test_spectral_norm_starts_converged():
-    model = build(WAYS["spectral_norm"], seed=0).eval()
+    model = build(WAYS["spectral_norm"], seed=0).eval()  # it starts converged
     assert torch.linalg.matrix_norm(model.weight, 2).item() == pytest.approx(1, abs=0.05)
 
 
@@ -237,15 +233,12 @@ def test_numbers_of_numpy_and_random_are_the_same_every_time():
 # --- named initialization: where there is nothing to fill, and misuse -------------------------
 
 
-def test_meta_models_are_left_alone():
-    model = build(lambda: nn.Linear(3, 3, device="meta"), seed=0)
-    assert model.weight.is_meta
-
-
-def test_lazy_layers_are_left_alone():
-    model = build(lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)), seed=0)
+def test_meta_and_lazy_layers_are_left_alone():
+    layers = nn.LazyLinear, lambda n: nn.Linear(n, n, device="meta"), lambda n: nn.Linear(n, n)
+    model = build(lambda: nn.Sequential(*(layer(3) for layer in layers)), seed=0)
     assert model[0].has_uninitialized_params()
-    assert model[1].weight.abs().min() > 0
+    assert model[1].weight.is_meta
+    assert model[2].weight.abs().min() > 0
 
 
 @pytest.mark.parametrize(
@@ -306,8 +299,8 @@ from torch import nn
 from pytest_modelprobe.models.initialization import build
 from pytest_modelprobe.models.seeding import randn
 
-seen = [build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.LSTM(2, 2)), seed=0)[0].weight.tolist()]
-seen.append("torch._dynamo" in sys.modules)
+build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.LSTM(2, 2)), seed=0)
+seen = ["torch._dynamo" in sys.modules]
 {inspect.getsource(Drawn)}
 {inspect.getsource(as_drawn)}
 torch.set_num_threads(3)
@@ -325,17 +318,12 @@ def another_process():
     return json.loads(out.stdout)
 
 
-def test_weights_are_the_same_in_another_process(another_process):
-    here = build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.LSTM(2, 2)), seed=0)
-    assert another_process[0] == here[0].weight.tolist()
-
-
 def test_building_a_model_does_not_import_the_compiler(another_process):
-    assert another_process[1] is False
+    assert another_process[0] is False
 
 
-def test_what_is_drawn_by_name_has_the_same_bits_without_vector_instructions_and_with_other_threads(another_process):
-    assert another_process[2] == as_drawn()
+def test_another_process_without_vector_instructions_and_with_other_threads_draws_the_same_bits(another_process):
+    assert another_process[1] == as_drawn()
 
 
 def test_a_draw_for_another_device_is_made_on_the_cpu_into_the_same_tensor(monkeypatch):
