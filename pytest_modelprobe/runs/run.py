@@ -378,7 +378,7 @@ class Run:
                     "whose outputs it does not use, or run without loss="
                 ) from error
             capture.notes.update(self._notes)
-            capture.note_set_attributes()  # once more, because a hook of the backward may set some too
+            capture.set_attributes.update()  # once more, because a hook of the backward may set some too
             loss = getattr(self.loss, "__name__", type(self.loss).__name__) if callable(self.loss) else self.loss
             record = assemble(capture, seed=self.seed, loss=loss, before=capture.parameters)
         return record, capture.kept

@@ -161,7 +161,7 @@ class Watch:
 
         Each forward counts once, so the three add up to ``record.forwards``. Steps that are not kept count too.
         """
-        return self._capture.counts
+        return self._capture.observed.counts
 
     @property
     def steps(self) -> Sequence[Record]:
@@ -180,7 +180,7 @@ class Watch:
         Raises:
             NothingObservedError: No optimizer that holds a parameter of the model has stepped, or no step is kept.
         """
-        if not self._capture.steps:
+        if not self._capture.observed.taken:
             counts = self.counts
             if counts.steps:
                 raise NothingObservedError(
@@ -397,7 +397,7 @@ class _StepRecords(Sequence[Record]):
         self._watch = watch
 
     def __len__(self) -> int:
-        return self._watch._capture.steps
+        return len(self._watch._capture.observed.taken)
 
     @overload
     def __getitem__(self, index: int) -> Record: ...
