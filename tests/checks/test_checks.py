@@ -838,9 +838,10 @@ def test_a_softmax_before_a_cross_entropy_does_not_learn(probe: ModelProbe, rows
 
 def test_a_part_that_never_moves_is_named(probe: ModelProbe, rows: Tensor) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Layer(lambda x: x.detach()), nn.Linear(6, 1), nn.Sigmoid())
-    found = checks.overfits_batch.outcome(probe, model, rows, loss=lambda y: (y + 1).mean())
+    found = checks.overfits_batch.outcome(probe, model, rows, loss=lambda y: (y + 1).mean(), steps=3)
     assert named(found) == "0.weight"
     assert "4 parameters never moved" in found.text
+    assert " in 3 steps; " in found.text
 
 
 def test_a_model_of_a_narrow_dtype_is_trained(probe: ModelProbe, rows: Tensor) -> None:
