@@ -318,6 +318,13 @@ def test_a_generator_of_its_own_is_neither_deterministic_nor_goes_by_the_seed(pr
         assert named(check.outcome(probe, between(OwnNoise()), rows)) == "2"
 
 
+def test_attention_that_drops_out_in_evaluation_is_random(
+    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
+) -> None:
+    planted(attn, softmax=lambda self, s: F.dropout(s.softmax(-1), 0.1))
+    assert named(checks.eval_stable.outcome(probe, net.eval(), ids)) == "blocks.1.attn"
+
+
 def test_dropout_that_is_always_on_is_random_in_evaluation(probe: ModelProbe, net: Any, ids: Tensor) -> None:
     planted(net.blocks[1].drop, forward=lambda self, x: F.dropout(x, self.p, True))
     assert named(checks.eval_stable.outcome(probe, net, ids)) == "blocks.1.drop"
@@ -371,6 +378,11 @@ def test_a_softmax_over_the_batch_mixes_it(probe: ModelProbe, net: Any, attn: At
     attn.causal = False
     planted(attn, softmax=lambda self, s: s.softmax(0))
     assert named(checks.batch_independent.outcome(probe, net, ids)) == "blocks.1.attn"
+
+
+def test_a_norm_over_the_batch_mixes_it(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net.blocks[1].norm2, forward=lambda self, x: (x - x.mean(0)) / x.std(0))
+    assert named(checks.batch_independent.outcome(probe, net, ids)) == "blocks.1.norm2"
 
 
 def test_a_batch_size_in_a_view_is_named(probe: ModelProbe, rows: Tensor) -> None:
@@ -468,6 +480,20 @@ def test_code_between_two_layers_that_writes_into_the_input_is_named(probe: Mode
 def test_a_block_in_a_plain_list_is_named(probe: ModelProbe, net: Any) -> None:
     net.blocks[1].extra = [nn.Linear(2, 2)]
     assert named(checks.registered.outcome(probe, net)) == "blocks.1.extra[0]"
+
+
+def test_a_tensor_that_is_no_buffer_is_named(probe: ModelProbe, net: Any) -> None:
+    net.blocks[1].attn.bias = torch.zeros(2, 2)
+    assert named(checks.registered.outcome(probe, net)) == "blocks.1.attn.bias"
+
+
+def test_a_weight_that_nothing_wrote_to_is_named(probe: ModelProbe) -> None:
+    def factory() -> nn.Module:
+        model = Net()
+        model.blocks[1].fc1.weight = nn.Parameter(torch.empty(2 * WIDTH, WIDTH))
+        return model
+
+    assert named(checks.initialized.outcome(probe, factory(), factory=factory)) == "blocks.1.fc1.weight"
 
 
 class Scaled(nn.Module):
@@ -802,6 +828,10 @@ def test_a_mean_over_tokens_is_no_mean_over_rows(probe: ModelProbe, ids: Tensor)
     assert named(found)
 
 
+def test_a_loss_that_is_a_sum_grows_with_the_batch(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    assert named(checks.gradient_accumulation.outcome(probe, net, ids, loss=lambda y: y.square().sum()))
+
+
 def test_a_detach_in_the_middle_is_a_wrong_gradient_of_what_is_before_it(probe: ModelProbe, rows: Tensor) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Layer(lambda x: x.detach()), nn.Linear(6, 3))
     found = checks.gradcheck.outcome(probe, model, rows)
@@ -838,6 +868,19 @@ def test_a_part_that_never_moves_is_named(probe: ModelProbe, rows: Tensor) -> No
 def test_a_model_of_a_narrow_dtype_is_trained(probe: ModelProbe, rows: Tensor) -> None:
     model = probe.build(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).half())
     assert checks.overfits_batch(probe, model, rows.half(), loss=lambda y: y.float().square().mean())
+
+
+def test_a_step_that_does_nothing_does_not_learn(probe: ModelProbe, rows: Tensor) -> None:
+    class Idle(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    model = between(nn.Tanh())
+    found = checks.overfits_batch.outcome(
+        probe, model, rows, loss=lambda y: y.square().mean(), steps=3, optimizer=lambda p: Idle(p, 0.1)
+    )
+    assert named(found) == "0.weight"
+    assert "6 parameters never moved" in found.text
 
 
 def test_an_average_that_leaves_out_a_part_is_named(probe: ModelProbe) -> None:

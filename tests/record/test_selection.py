@@ -179,7 +179,7 @@ EMPTY_LIST = ' selects no layer: write "**" for all of them.'
         (["head", 3], f"A value of type int{NO_SELECTOR}"),
         (re.compile(b"head"), f"A value of type Pattern{NO_SELECTOR}"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_selector_that_means_nothing_is_told_what_it_may_mean(selector: Any, message: str) -> None:
     assert error(selector) == message
