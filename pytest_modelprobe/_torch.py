@@ -612,9 +612,6 @@ def _seed_cuda_now(seed: int) -> None:
         generator.manual_seed(seed)
 
 
-DYNAMO_PACKAGE = "torch._dynamo"
-"""What `torch.compile` imports when it is first used."""
-
 GROUPED_PRODUCT = "aten::_grouped_mm"
 """Name of the operation behind `torch.nn.functional.grouped_mm`. If a torch calls it differently, nothing matches."""
 

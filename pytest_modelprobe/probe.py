@@ -21,12 +21,12 @@ from .interventions import Ablation, Change, Metric, ablation, faults
 from .models import check_supported, initialization, seeding, version
 from .record import Record, Selector, with_live_run
 from .runs import (
+    LiveRunOfRun,
     Loss,
     Mode,
     Options,
     Run,
     Watch,
-    WeakLiveRun,
     architecture,
     check_loss,
     is_same_device,
@@ -198,7 +198,7 @@ class ModelProbe:
         all_kwargs = {**(kwargs or {}), **model_kwargs}
         run = Run(model, args, all_kwargs, options, loss, mode, device=self.device, seed=self.seed, isolate=isolate)
         record, self.kept = run.record()
-        with_live_run(record, WeakLiveRun(run, _FORGOTTEN, Run.isolated, Run.measured, Run.repeats, Run.varied))
+        with_live_run(record, LiveRunOfRun(run, _FORGOTTEN))
         self._runs.append(run)
         self._models.append(model)
         self._remember(record.model, record)

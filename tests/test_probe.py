@@ -512,7 +512,7 @@ def test_weights_are_read_once_however_long_the_training(probe: ModelProbe, monk
     monkeypatch.setattr(capture, "read_parameters", lambda *_: read.append(_) or {})
     watch = probe.watch(model)
     descend(model, steps=3)
-    assert (watch._capture.forwards, len(read)) == (3, 1)
+    assert (watch._capture.observed.count, len(read)) == (3, 1)
 
 
 def reading_of(tensor: torch.Tensor) -> Reading:

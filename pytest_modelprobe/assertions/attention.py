@@ -6,7 +6,7 @@ assertion notices it. A record keeps the entropy of each head and the largest we
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
@@ -99,8 +99,8 @@ def assert_attention_mask(
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        mask: The keys that each query may attend to, True or 1: of shape (batch, keys), like an ``attention_mask``;
-            (queries, keys), unless there are as many queries as examples; (batch, queries, keys) or
+        mask: A tensor with the keys that each query may attend to, True or 1: of shape (batch, keys), like an
+            ``attention_mask``; (queries, keys), unless there are as many queries as examples; (batch, queries, keys) or
             (batch, 1, queries, keys).
         causal: No query may attend to a later key. If there are more keys than queries, the last query is at the
             position of the last key.
@@ -121,11 +121,15 @@ def assert_attention_mask(
     """
     if mask is None and not causal:
         raise UsageError("give mask=, causal=True, or both")
-    given = None if mask is None else _mask_values(mask)
+    if mask is not None and not ((mask == 0) | (mask == 1)).all():
+        raise UsageError(
+            "a mask has True and False, or 1 and 0, where True keeps a key: for one that is added to the scores, "
+            "give mask == 0"
+        )
     looked_at = _attentions(subject, layers)
     bad: list[list[Any]] = []
     for name, attention in looked_at:
-        worst = _worst(name, attention, given, causal=causal, exact=exact)
+        worst = _worst(name, attention, mask, causal=causal, exact=exact)
         if worst is not None:
             bad.append([name, *worst])
     if bad:
@@ -143,61 +147,31 @@ def assert_attention_mask(
         )
 
 
-def _mask_values(mask: Any) -> tuple[list[Any], tuple[int, ...]]:
-    """Return a mask, which is a tensor, an array or lists, as nested lists without the axis of heads, and its shape."""
-
-    def shape_of(values: Any) -> tuple[int, ...]:
-        return (len(values), *shape_of(values[0])) if isinstance(values, (list, tuple)) and values else ()
-
-    def is_boolean(values: Any) -> bool:
-        return all(map(is_boolean, values)) if isinstance(values, (list, tuple)) else values in (0, 1)
-
-    values = mask.tolist() if hasattr(mask, "tolist") else mask
-    if not is_boolean(values):
-        raise UsageError(
-            "a mask has True and False, or 1 and 0, where True keeps a key: for one that is added to the scores, "
-            "give mask == 0"
-        )
-    shape = shape_of(values)
-    if len(shape) == 4 and shape[1] == 1:
-        values, shape = [rows[0] for rows in values], (shape[0], *shape[2:])
-    if len(shape) not in (2, 3):
-        raise UsageError(
-            "a mask has shape (batch, keys), (queries, keys), (batch, queries, keys) or (batch, 1, queries, "
-            f"keys); got {shape}"
-        )
-    return values, shape
-
-
-def _mask_rows(
-    name: str, mask: tuple[list[Any], tuple[int, ...]] | None, shape: tuple[int, ...]
-) -> Iterator[list[Any]]:
-    """Yield the row of each query, by example."""
+def _kept(name: str, mask: Any, shape: tuple[int, ...]) -> list[list[list[bool]]]:
+    """Return which keys each query of each example may attend to."""
     batch, queries, keys = shape
     if mask is None:
-        yield from [[True] * keys] * (batch * queries)
-        return
-    values, given = mask
-    if given == (queries, keys) and queries != batch:
-        yield from values * batch
-        return
-    repeats = batch // given[0] if given[0] and batch % given[0] == 0 else 0  # heads in the batch
-    if not repeats or given[-1] != keys or (len(given) == 3 and given[1] not in (1, queries)):
+        return [[[True] * keys] * queries] * batch
+    kept = mask[:, 0] if mask.dim() == 4 and mask.shape[1] == 1 else mask
+    if kept.dim() == 2:
+        kept = kept[None] if kept.shape == (queries, keys) and queries != batch else kept[:, None]
+    try:
+        # Heads may be in the batch.
+        rows: list[list[list[bool]]] = kept.repeat_interleave(batch // len(kept), 0).expand(shape).tolist()
+    except RuntimeError as error:
         raise UsageError(
-            f"a mask of shape {given} does not fit the attention of {name}, which has batch {batch}, "
+            f"a mask of shape {tuple(mask.shape)} does not fit the attention of {name}, which has batch {batch}, "
             f"{queries} queries and {keys} keys: select the layers it belongs to with layers="
-        )
-    for example in values:
-        rows = [example] if len(given) == 2 else example
-        yield from (rows * queries if len(rows) == 1 else rows) * repeats
+        ) from error
+    return rows
 
 
 def _worst(
-    name: str, attention: Attention, mask: tuple[list[Any], tuple[int, ...]] | None, *, causal: bool, exact: bool
+    name: str, attention: Attention, mask: Any, *, causal: bool, exact: bool
 ) -> tuple[int, int, int, float, int] | None:
     """Return example, query, key and weight of the worst violation, and the number of violations."""
     batch, queries, keys = attention.shape
-    rows = _mask_rows(name, mask, attention.shape)
+    rows = itertools.chain.from_iterable(_kept(name, mask, attention.shape))
     found: list[tuple[float, int, int, int]] = []
     for start, row in zip(range(0, batch * queries * keys, keys), rows, strict=True):
         example, query = divmod(start // keys, queries)

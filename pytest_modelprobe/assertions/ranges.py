@@ -135,7 +135,6 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
     Raises:
         AssertionError: An element is out of range, NaN or infinite.
         NothingObservedError: No selected layer was called or returned floating-point values.
-        UsageError: ``low`` is above ``high``.
 
     >>> import torch
     >>> from torch import nn
@@ -143,8 +142,6 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid())
     >>> assert_activation_range(ModelProbe().run(model, torch.ones(4, 2)), 0, 1, layers="1")
     """
-    if not low <= high:
-        raise UsageError(f"low is not above high; got {low!r} and {high!r}")
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
     bad = [
@@ -183,15 +180,12 @@ def assert_activation_scale(
     Raises:
         AssertionError: The rms of an output is out of range, or it is not finite.
         NothingObservedError: No selected layer was called or returned floating-point values, or all of them are zero.
-        UsageError: ``low`` is above ``high``, or negative.
 
     >>> import torch
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe
     >>> assert_activation_scale(ModelProbe().run(nn.LayerNorm(8), torch.randn(4, 8)), low=0.5, high=2)
     """
-    if not 0 <= low <= high:
-        raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
     outputs = list(_outputs(looked_at))
@@ -284,7 +278,7 @@ def assert_fits_dtype(
         AssertionError: The largest absolute value times ``headroom`` overflows, or the root mean square is below the
             smallest normal number of the dtype.
         NothingObservedError: No selected layer was called or returned floating-point values.
-        UsageError: The dtype is unknown, or ``headroom`` is below 1.
+        UsageError: The dtype is unknown.
 
     >>> import torch
     >>> from torch import nn
@@ -294,8 +288,6 @@ def assert_fits_dtype(
     name = str(dtype).removeprefix("torch.")
     if name not in _LIMITS:
         raise UsageError(f"the limits of {dtype!r} are not known: give one of {', '.join(_LIMITS)}")
-    if not headroom >= 1:
-        raise UsageError(f"headroom is the factor by which values may grow, 1 or more; got {headroom!r}")
     most, least = _LIMITS[name]
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
@@ -303,7 +295,7 @@ def assert_fits_dtype(
     seen = list(_all_statistics(looked_at))
     for where, kind, s in seen:
         largest = max(abs(s.min or 0.0), abs(s.max or 0.0))
-        if s.nonfinite or largest * headroom > most:
+        if s.nonfinite or not largest * headroom <= most:
             factor = most / largest if largest else math.inf
             found.append((where, kind, "overflows", largest, s.rms, "none" if s.nonfinite else f"{factor:.3g} x"))
         elif s.rms and s.rms < least:

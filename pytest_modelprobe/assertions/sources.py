@@ -148,10 +148,7 @@ def _never_called(source: WatchLike | Record, record: Record) -> str:
             f"{printable(source.name)} was never called while it was watched{quoted}: call it (a compiled function has "
             "to reach it from its closure, globals, object or arguments)"
         )
-    advice = "run it on inputs"
-    if any(note.startswith("structure") for note in record.notes):
-        advice = "architecture() records only the structure; use modelprobe.run(model, ...)"
-    return f"{printable(record.model)} was never called{quoted}: {advice}"
+    return f"{printable(record.model)} was never called{quoted}: run it on inputs, modelprobe.run(model, ...)"
 
 
 # --- layers -------------------------------------------------------------------------------------------------------

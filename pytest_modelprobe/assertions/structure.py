@@ -1,4 +1,4 @@
-"""Structure: shapes, dtypes, calls of layers, and hooks that were left on a model.
+"""Structure: shapes, dtypes, calls of layers, parameters, costs, and hooks that were left on a model.
 
 A layer that is made and never called, or called once too often, changes no shape and raises no error. The default of
 `assert_called` leaves out what many models have on purpose, such as a dropout that a fused attention does not call.
@@ -7,8 +7,8 @@ A layer that is made and never called, or called once too often, changes no shap
 from __future__ import annotations
 
 import contextlib
-import difflib
-import re
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, TypeAlias
@@ -22,19 +22,22 @@ from pytest_modelprobe.record import (
     ForwardKind,
     Layer,
     Parameter,
+    Profile,
     Record,
     Selector,
     Value,
     address,
     containers,
     label_of,
+    nearest,
+    parent,
     select,
     selected,
 )
 from pytest_modelprobe.text import Cell, collapsed, count, failed, failure, listed, out_of, pattern, printable
 from pytest_modelprobe.text import shape as shape_text
 
-from .sources import Subject, called, fail_or_hint, full_name, is_watch, record_of, source_of
+from .sources import Subject, bounds, called, deviation, fail_or_hint, full_name, is_watch, record_of, source_of
 
 # --- specifications of shapes -----------------------------------------------------------------------------------------
 
@@ -69,13 +72,12 @@ class Bindings(dict[str, tuple[Size, str]]):
         >>> Bindings(dims={"bacth": 4}).check_used([parse("batch 16")])
         Traceback (most recent call last):
         pytest_modelprobe.exceptions.ShapeSpecError: dims= fixes 'bacth', which no spec uses; \
-write 'batch'.
+the names in use are: 'batch'.
         """
         used = list(dict.fromkeys(str(token) for tokens in specs for token in tokens if _is_name(token)))
         for name in self.keys() - set(used):
-            near = difflib.get_close_matches(name, used, 1)
-            hint = f"write {near[0]!r}" if near else f"the names in use are: {', '.join(map(repr, used)) or 'none'}"
-            raise ShapeSpecError(f"dims= fixes {name!r}, which no spec uses; {hint}.")
+            names = ", ".join(map(repr, used)) or "none"
+            raise ShapeSpecError(f"dims= fixes {name!r}, which no spec uses; the names in use are: {names}.")
 
 
 def parse(spec: Spec) -> Tokens:
@@ -299,7 +301,7 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
     Raises:
         AssertionError: A dtype differs.
         NothingObservedError: The layers were not called, or have no output of that kind.
-        UsageError: The dtype is unknown, or ``layers`` is given with a dict.
+        UsageError: ``layers`` is given with a dict.
 
     >>> import torch
     >>> from torch import nn
@@ -314,8 +316,6 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
         raise UsageError("layers= goes with one dtype; a dict of dtypes names its layers itself")
     for selector, dtype in dtypes.items() if isinstance(dtypes, Mapping) else [(layers, dtypes)]:
         expected = str(dtype).removeprefix("torch.")
-        if not _DTYPE.fullmatch(expected):
-            raise UsageError(f"a dtype is torch.float32 or 'float32'; got {dtype!r}")
         for layer in called(record, selector):
             for call, value in layer.outputs:
                 if _dtype_kind(value.dtype) != _dtype_kind(expected):
@@ -337,9 +337,6 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
             rows,
             f"{inputs}: look for a cast (.to, .float, autocast) in or before it.",
         )
-
-
-_DTYPE = re.compile(r"bool|bfloat16|(?:float|complex|u?int)\d+\w*")
 
 
 def _dtype_kind(name: str) -> str:
@@ -365,7 +362,6 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
         AssertionError: A layer was not called, or a different number of times. It is a `HintWarning` if its weights
             are frozen, or if the code around it runs under ``no_grad``: no gradient tells whether that uses them.
         NothingObservedError: The model was never run.
-        UsageError: ``per_forward`` is not an int of 0 or more.
 
     >>> import torch
     >>> from torch import nn
@@ -373,8 +369,6 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
     >>> record = ModelProbe().run(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(4, 2))
     >>> assert_called(record, "0", per_forward=1)
     """
-    if per_forward is not None and (type(per_forward) is not int or per_forward < 0):
-        raise UsageError(f"per_forward is the number of calls in each forward, 0 or more; got {per_forward!r}")
     record = record_of(subject)
     names = [] if layers is not None or per_forward == 0 else _uncalled_harmless(record)
     looked_at = [layer for layer in selected(record, "**" if layers is None else layers) if layer.name not in names]
@@ -538,3 +532,179 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
             found,
             "Keep the handle that register_... returns, and call its remove(), also after an error.",
         )
+
+
+# --- parameters ---------------------------------------------------------------------------------------------------
+
+
+def assert_param_count(
+    subject: Subject | Any, expected: int | tuple[int, int], *, trainable: bool | None = None, layers: Selector = "**"
+) -> None:
+    """Assert the number of elements of the parameters; tied parameters count once.
+
+    Args:
+        subject: A probe with one run or watch, a watch, a record, or a module.
+        expected: The number, or a tuple (minimum, maximum).
+        trainable: With True, only parameters that require a gradient count; with False, only the others. By default
+            all count.
+        layers: Layers whose own parameters are counted; with a module, all are counted.
+
+    Raises:
+        AssertionError: The number differs.
+        UsageError: ``expected`` is neither a number nor a range; ``layers`` is given with a module.
+
+    >>> from torch import nn
+    >>> assert_param_count(nn.Linear(3, 2), 8)
+    """
+    low, high = bounds(expected, "elements")
+    counted: set[object] = set()
+    by_layer: Counter[str] = Counter()
+    for name, elements, requires_grad, same in _parameters(subject, layers):
+        if same not in counted and trainable in (None, requires_grad):
+            counted.add(same)
+            by_layer[parent(name)] += elements
+    total = by_layer.total()
+    if not low <= total <= high:
+        kind = "" if trainable is None else "trainable " if trainable else "frozen "
+        owner = "the model has" if layers == "**" else "the selected layers have"
+        first = f"{owner} {count(total, f'{kind}parameter')}, {deviation(total, low, high)}"
+        raise failed(first, ["layer", "parameters"], by_layer.most_common())
+
+
+def assert_tied(subject: Subject | Any, *names: str) -> None:
+    """Assert that parameters are tied: the same `Parameter` under several names.
+
+    Args:
+        subject: A probe with one run or watch, a watch, a record, or a module.
+        *names: Full names of two or more parameters: ``"embed.weight", "head.weight"``.
+
+    Raises:
+        AssertionError: One of them is a different parameter.
+        UsageError: There is no such parameter, or fewer than two names.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> model[1].weight = model[0].weight
+    >>> assert_tied(model, "0.weight", "1.weight")
+    """
+    if len(set(names)) < max(2, len(names)):
+        raise UsageError(f"assert_tied takes the names of two or more parameters, each once; got {listed(names)}")
+    known = {name: (elements, same) for name, elements, _, same in _parameters(subject, "**")}
+    for name in names:
+        if name not in known:
+            near = nearest(name, known)
+            raise UsageError(f"there is no parameter {name!r}{f'; nearest: {listed(near)}' if near else ''}")
+    first = names[0]
+    untied = [name for name in names if known[name][1] != known[first][1]]
+    if untied:
+        rows: list[list[Cell]] = [[name, known[name][0], "no" if name in untied else "yes"] for name in names]
+        raise failed(
+            f"{untied[0]} is not tied to {first}: they are two parameters",
+            ["parameter", "elements", f"tied to {first}"],
+            rows,
+            "A copy, .to() on one of them, or a load that replaces parameters unties them: tie them again.",
+        )
+
+
+def _parameters(subject: Subject | Any, layers: Selector) -> Iterator[tuple[str, int, bool, object]]:
+    """Yield name, elements and ``requires_grad`` of each parameter, and what is equal for tied ones."""
+    if hasattr(subject, "named_parameters"):
+        if layers != "**":
+            raise UsageError("layers= goes with a record; of a module all parameters are looked at")
+        for name, p in subject.named_parameters(remove_duplicate=False):
+            yield name, p.numel(), p.requires_grad, id(p)
+        return
+    source = source_of(subject)
+    record = source if isinstance(source, Record) else source.record
+    for layer in selected(record, layers):
+        for own in layer.parameters:
+            name = full_name(layer, own.name)
+            yield name, math.prod(own.shape), own.requires_grad, own.tied_to or name
+
+
+# --- operations and memory --------------------------------------------------------------------------------------------
+
+
+def assert_flops(subject: Subject, expected: int | tuple[int, int], *, layers: Selector = "**") -> None:
+    """Assert the number of floating-point operations of the forwards, as `torch.utils.flop_counter` counts them.
+
+    These are matrix products, convolutions and attention; a multiplication and an addition are two. A watch is
+    counted over all of its forwards: ``watch.last`` is one.
+
+    Args:
+        subject: A probe with one run or watch, a watch, or a record, made with ``profile=True``.
+        expected: The number, or a tuple (minimum, maximum).
+        layers: Which layers to count, each with those inside it; all: the whole forward.
+
+    Raises:
+        AssertionError: The number differs.
+        NothingObservedError: There is no profile, or the layers were not called.
+        UsageError: ``expected`` is neither a number nor a range.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> assert_flops(ModelProbe().run(nn.Linear(2, 3), torch.ones(4, 2), profile=True), 2 * 4 * 2 * 3)
+    """
+    low, high = bounds(expected, "operations")
+    _, profile, names = _profiled(subject, layers)
+    total = profile.flops if layers == "**" else sum(profile.layers[name].flops for name in names)
+    if not low <= total <= high:
+        who = "the model takes" if layers == "**" else "the selected layers take"
+        first = f"{who} {count(total, 'FLOP')} in {count(profile.forwards, 'forward')}, {deviation(total, low, high)}"
+        rows = _rows(profile, names, {name: layer.own_flops for name, layer in profile.layers.items()})
+        raise failed(first, ["layer", "type", "calls", "FLOPs"], rows)
+
+
+def assert_activation_memory(subject: Subject, expected: int | tuple[int, int], *, layers: Selector = "**") -> None:
+    """Assert the bytes of the outputs of leaves in one forward, memory that several share counted once.
+
+    It is what a backward pass may keep. What a layer computes in between, and what functions return that are not
+    recorded, is not in it. A watch has the most of any forward.
+
+    Args:
+        subject: A probe with one run or watch, a watch, or a record, made with ``profile=True``.
+        expected: The number of bytes, or a tuple (minimum, maximum).
+        layers: Which layers to count, each with those inside it.
+
+    Raises:
+        AssertionError: The number differs.
+        NothingObservedError: There is no profile, or the layers were not called.
+        UsageError: ``expected`` is neither a number nor a range.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True))
+    >>> assert_activation_memory(ModelProbe().run(model, torch.ones(4, 2), profile=True), (0, 64))
+    """
+    low, high = bounds(expected, "bytes")
+    record, profile, names = _profiled(subject, layers)
+    whole = layers == "**"
+    total = profile.activation_bytes if whole else sum(profile.layers[name].activation_bytes for name in names)
+    if not low <= total <= high:
+        whose = "the model's activations" if whole else "the activations of the selected layers"
+        first = f"{whose} take {count(total, 'byte')}, {deviation(total, low, high)}"
+        sizes = {name: layer.activation_bytes for name, layer in profile.layers.items() if record[name].leaf}
+        hint = "They grow with the batch: give the assertion the batch that it is for."
+        raise failed(first, ["layer", "type", "calls", "bytes"], _rows(profile, names, sizes), hint)
+
+
+def _profiled(subject: Subject, layers: Selector) -> tuple[Record, Profile, list[str]]:
+    """Return the record and its profile, and the names of the selected layers that are inside no other."""
+    record = record_of(subject)
+    if record.profile is None:
+        raise NothingObservedError(
+            f"{record.model} was not profiled: pass profile=True to modelprobe.run or modelprobe.watch"
+        )
+    names = {layer.name for layer in called(record, layers)}
+    outermost = [name for name in record.layers if name in names and names.isdisjoint(containers(name))]
+    return record, record.profile, outermost
+
+
+def _rows(profile: Profile, names: Iterable[str], numbers: Mapping[str, int]) -> list[list[Cell]]:
+    """Return the layers inside those named whose number is not 0, the largest first."""
+    inside = set(names)
+    found = [(name, n) for name, n in numbers.items() if n and not inside.isdisjoint((name, *containers(name)))]
+    found.sort(key=lambda pair: -pair[1])
+    return [[name, profile.layers[name].type, profile.layers[name].calls, n] for name, n in found]

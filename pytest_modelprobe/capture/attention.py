@@ -94,7 +94,8 @@ class AttentionMode(ForwardMode):
             return
         if func in _LAYOUTS:
             try:
-                moved = _LAYOUTS[func](func, first.positions, *args[1:], **kwargs)
+                move = Tensor.reshape if func in _RESHAPES else func
+                moved = move(first.positions, *args[1:], **kwargs)
                 pairs = zip(output, moved, strict=True) if isinstance(output, (tuple, list)) else [(output, moved)]
                 for tensor, positions in pairs:
                     self._add(tensor, positions, first.weights)
@@ -286,12 +287,9 @@ _SOFTMAXES = {F.softmax, torch.softmax, Tensor.softmax}
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "einsum"}
 
 
-def _alike(func: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return func(positions, *args, **kwargs)
-
-
-_LAYOUTS: dict[Any, Callable[..., Any]] = {
-    getattr(home, name): _alike
+_RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view)  # positions are expanded, and `view` would refuse them
+_LAYOUTS = {
+    getattr(home, name)
     for home in (torch, Tensor)
     for name in (
         "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "squeeze", "flatten",
@@ -299,11 +297,7 @@ _LAYOUTS: dict[Any, Callable[..., Any]] = {
     )
     if hasattr(home, name)
 }  # fmt: skip
-_LAYOUTS |= {getattr(Tensor, name).__get__: _alike for name in ("mT", "T", "mH", "H")}
-_LAYOUTS |= dict.fromkeys(  # positions are expanded, and `view` would refuse them
-    (torch.reshape, Tensor.reshape, Tensor.view),
-    lambda _, positions, *args, **kwargs: positions.reshape(*args, **kwargs),
-)
+_LAYOUTS |= {*_RESHAPES, *(getattr(Tensor, name).__get__ for name in ("mT", "T", "mH", "H"))}
 
 _READERS: dict[Any, _Reader] = {
     F.softmax: _of_softmax,

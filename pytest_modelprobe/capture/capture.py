@@ -44,7 +44,7 @@ from pytest_modelprobe.text import listed
 
 from .attention import AttentionMode
 from .calls import CallRecorder, FunctionalMode
-from .forwards import ForwardCounts, ObservedForwards
+from .forwards import ObservedForwards
 from .gradients import Gradients, ParameterHooks, Recomputation
 from .hooks import ForwardMode, HookGuard, ModuleHooks, enter, leave
 from .observation import RunningCall, RunningCalls, SetAttributes
@@ -136,21 +136,6 @@ class Capture:
         self._exit = contextlib.ExitStack()
 
     @property
-    def forwards(self) -> int:
-        """Forwards seen."""
-        return self.observed.count
-
-    @property
-    def steps(self) -> int:
-        """Steps of training that are kept."""
-        return len(self.observed.taken)
-
-    @property
-    def counts(self) -> ForwardCounts:
-        """How many forwards are part of what."""
-        return self.observed.counts
-
-    @property
     def all_notes(self) -> Iterator[str]:
         """The notes of a record of what was seen so far."""
         yield from self.notes
@@ -159,13 +144,9 @@ class Capture:
                 f"{listed([*self._changed])}: replaced, added or removed while the model was watched; the record has "
                 "the modules from before, so watch the model again after such a change"
             )
-        if 0 < self._abstract < self.forwards:
-            yield f"{self._abstract:,} of {self.forwards:,} forwards ran on meta or fake tensors, which have no numbers"
-
-    def type_name(self, layer: str) -> str:
-        """Return the name of a layer's class, or of the function."""
-        functional = self.functionals.types.get(layer)
-        return functional or type(self.layers.modules[layer]).__name__
+        forwards = self.observed.count
+        if 0 < self._abstract < forwards:
+            yield f"{self._abstract:,} of {forwards:,} forwards ran on meta or fake tensors, which have no numbers"
 
     def read_parameters(self) -> None:
         """Read the parameters and buffers of the selected layers."""
@@ -317,10 +298,6 @@ class Capture:
                     reasons = {statistics.as_plain_tensor(tensor)[1] for _, tensor in tensors}
                 self._abstract += bool(reasons) and reasons <= statistics.ABSTRACT
                 self._leave_forward()
-
-    def note_set_attributes(self) -> None:
-        """Find the plain attributes that were set since the newest forward began, if it is the first of its kind."""
-        self.set_attributes.update()
 
     def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import numbers
 import types
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, ParamSpec
 
 from torch import nn
@@ -71,7 +69,6 @@ class Check:
         """The property itself, to call it for a prepared model that another check has prepared."""
         self._ready = {"unmodified": unmodified, "native": native}
         self._check_reference = None if nonfinite else check_finite
-        self._kinds = typing.get_type_hints(function)
         parameters = list(inspect.signature(function).parameters.values())[1:]
         self.options = frozenset(p.name for p in parameters)
         """Keyword arguments of the check; all others are passed to the model."""
@@ -126,13 +123,12 @@ class Check:
             **options: Options of the check by their names; all others are keyword arguments for the model.
 
         Raises:
-            UsageError: An option or the loss is invalid; the message says what is accepted.
+            UsageError: The loss is invalid; the message says what is accepted.
         """
         __tracebackhide__ = True
         check_order(self.__name__, probe, model, *inputs)
         own = {name: value for name, value in options.items() if name in self.options}
         model_kwargs = {name: value for name, value in options.items() if name not in self.options}
-        self._check_options(own)
         return self.judge(PreparedModel(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss), own)
 
     def judge(self, session: PreparedModel, options: Mapping[str, Any] = types.MappingProxyType({})) -> Outcome:
@@ -157,16 +153,6 @@ class Check:
         if session.numbers:
             found += f"; not looked at, as numbers of Python: {listed(list(session.numbers))}"
         return said(verdict="holds", text=found)
-
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        __tracebackhide__ = True
-        for name, value in options.items():
-            wanted = f"{name}= of {self.__name__} is {inspect.formatannotation(self._kinds[name])}"
-            if not _is(value, self._kinds[name]):
-                got = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
-                raise UsageError(f"{wanted}; got {got}: what the model itself calls {name} goes into kwargs=")
-            if isinstance(value, numbers.Real) and name != "axis" and not float(value) >= 0:
-                raise UsageError(f"{wanted}, not negative; got {value}")
 
     def __repr__(self) -> str:
         return f"<check {self.__name__}>"
@@ -226,18 +212,6 @@ def noted(where: str, by: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"raised {where}, which checks.{by} called")
         raise
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Whether a value is of the type in a signature."""
-    if isinstance(kind, types.UnionType):
-        return any(_is(value, one) for one in typing.get_args(kind))
-    if typing.get_origin(kind) is Callable:
-        return callable(value) and not isinstance(value, nn.Module)
-    if typing.get_origin(kind) is Sequence:
-        return isinstance(value, Sequence) and not isinstance(value, str)
-    number = {int: numbers.Integral, float: numbers.Real}.get(kind)
-    return isinstance(value, number or kind) and not (number and isinstance(value, bool))
 
 
 check = Check

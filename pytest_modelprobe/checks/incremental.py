@@ -23,7 +23,7 @@ from pytest_modelprobe.models import flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, listed
 
-from .agreement import changed, disagreements
+from .agreement import changed, check_not_random
 from .check import check
 from .outcome import NotApplicableError, Violation
 from .positions import (
@@ -296,9 +296,7 @@ class _Attempt:
         Raises:
             NotApplicableError: The model is not causal, or random.
         """
-        again = self.prepared.reference(mode="eval")
-        if disagreements(again, self.prepared.variation(mode="eval", seed="another"), tolerance=0.0):
-            raise NotApplicableError("the model is random in evaluation mode: eval_stable names the layer")
+        check_not_random(self.prepared)
         if name and not first.chunk and isinstance(self.later_unseen(), Violation):
             raise NotApplicableError(
                 f"its first positions depend on later ones, from {first.layer_tensor.where} on: it is not causal"
@@ -376,10 +374,10 @@ def checked_sizes(option: str, given: Sequence[int], length: int) -> tuple[int, 
     Raises:
         UsageError: They do not add up to the whole, or there is one alone.
     """
-    if not all(isinstance(n, int) and n > 0 for n in given) or sum(given) != length:
-        raise UsageError(f"{option} are lengths that add up to the {count(length, 'position')}; got {given!r}")
-    if len(given) < 2:
-        raise UsageError(f"{option} are two or more; got {given!r}")
+    if not all(isinstance(n, int) and n > 0 for n in given) or sum(given) != length or len(given) < 2:
+        raise UsageError(
+            f"{option} are two or more lengths that add up to the {count(length, 'position')}; got {given!r}"
+        )
     return tuple(given)
 
 
@@ -412,13 +410,6 @@ def _taking_a_state(prepared: PreparedModel) -> str:
 
 
 def _by_step(prepared: PreparedModel, step: Callable[..., Any], tensor: Tensor, axis: int) -> _Call:
-    try:
-        inspect.signature(step).bind(prepared.model, tensor, None)
-    except TypeError as error:
-        raise UsageError(f"step= is called with the model, a chunk and the state: {error}") from error
-    except ValueError:  # of some builtins nothing is known
-        pass
-
     def call(start: int, n: int, state: Any) -> tuple[Any, Any]:
         found = step(prepared.model, tensor.to(prepared.probe.device).narrow(axis, start, n).clone(), state)
         if not isinstance(found, tuple) or len(found) != 2:

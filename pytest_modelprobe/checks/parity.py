@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.comparison.text import percent
-from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     CallTracer,
     Layers,
@@ -45,7 +44,7 @@ from .agreement import (
 )
 from .check import Property, check, check_native
 from .outcome import NotApplicableError, Violation, line_of
-from .rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
+from .rounding import is_rounded, limit, relative_error, rms, same
 from .session import LayerTensor, PreparedModel, Trace, Vary, set_mode
 
 _Only: TypeAlias = Callable[[list[Disagreement]], list[Disagreement]]
@@ -81,11 +80,9 @@ def device_parity(
     device_parity is not applicable to Linear: there is no device nowhere
     """
     try:
-        there = torch.empty(1, device=device)
+        torch.empty(1, device=device)
     except Exception as error:
         raise NotApplicableError(f"there is no device {device}") from error
-    if there.is_meta:
-        raise UsageError(f"device= is one that computes; {device} tensors have no data")
     one = prepared.reference(mode="eval")
     two = prepared.run(mode="eval", model=prepared.copied(device), vary=lambda _, x: x.to(device))
     return agreeing(one, two, f"on {device}", tolerance, _DEVICE, least=ELSEWHERE, unless_random=prepared)
@@ -116,8 +113,6 @@ def dtype_parity(
     >>> print(checks.dtype_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     dtype_parity holds for Linear: 1 output in float64
     """
-    if dtype not in TOLERANCE:
-        raise UsageError(f"dtype= is {', '.join(map(str, TOLERANCE))}; got {dtype}")
     if any(x.is_complex() for x in (*nn.Module.parameters(prepared.model), *nn.Module.buffers(prepared.model))):
         raise NotApplicableError("the model has complex parameters or buffers, which Module.to makes real")
     one = prepared.reference(mode="eval")
@@ -284,10 +279,6 @@ def compile_parity(
     compile_parity holds for Linear: 1 output, 2 parameters
     """
     compiled: Any = functools.partial(torch.compile, backend=backend)
-    try:
-        compiled(nn.Identity())
-    except Exception as error:
-        raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
     one, other = prepared.reference(mode="eval", backward=True), prepared.copied()
     torch.compiler.reset()
     try:

@@ -282,7 +282,7 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
     if factory is not None:
         found = _never_written(model, factory)
     elif built := prepared.probe.built.get(model):
-        with contextlib.suppress(UsageError):  # it makes no model again
+        with contextlib.suppress(Exception):  # it makes no model again
             found = _never_written(model, built.factory, built.versions)
     if isinstance(found, Violation):
         return found
@@ -348,12 +348,7 @@ def _never_written(
     """
     here = dict(_numbers(model))
     with new_memory(filled=True):
-        try:
-            again = made_model(factory(), "factory=")
-        except UsageError:
-            raise
-        except Exception as error:
-            raise UsageError(f"factory= raised {line_of(error)}") from error
+        again = made_model(factory(), "factory=")
     if again is model:
         raise UsageError("factory= returns the model itself: it makes no other")
     made = _numbers(again)

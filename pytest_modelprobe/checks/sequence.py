@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -23,7 +22,6 @@ from .agreement import (
     Pairs,
     axes_of_length,
     axes_that_follow,
-    changed,
     check_not_random,
     compare_runs,
     disagreements,
@@ -44,7 +42,7 @@ from .positions import (
     pad_id_of,
     positions_of,
 )
-from .rounding import is_rounded, limit, relative_error
+from .rounding import is_rounded
 from .session import LayerTensor, PreparedModel, Trace, Vary, keep_input
 
 _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
@@ -338,18 +336,17 @@ def permutation_invariant(prepared: PreparedModel, *, axis: int = 1, tolerance: 
     path, tensor = sequence(prepared, axis)
     length = tensor.shape[axis]
     one = prepared.reference(mode="eval")
+    one.tensors = [given for given in one.tensors if given.is_final]
     for order in _orders(length):
-        again = _reordered(prepared, path, axis, order).final
-        for where, value in one.final.items():
-            far = relative_error(value, again[where]) if where in again else math.inf
-            if not far <= (limit(value, tolerance) if is_rounded(value) else 0.0):
-                check_not_random(prepared)
-                return Violation.at(
-                    ROOT,
-                    f"depends on the order of its elements: {where} {changed(far)}",
-                    advice="Look for positional embeddings, and for a last step that picks one element.",
-                )
-    return f"{count(len(one.final), 'output')} of {count(length, 'element')} in {_orders_text(length)}"
+        found = disagreements(one, _reordered(prepared, path, axis, order), tolerance=tolerance, integers=True)
+        if found:
+            check_not_random(prepared)
+            return violation_of(
+                found,
+                "depends on the order of its elements: {path} {changed}",
+                "Look for positional embeddings, and for a last step that picks one element.",
+            )
+    return f"{count(len(one.tensors), 'output')} of {count(length, 'element')} in {_orders_text(length)}"
 
 
 def _orders(length: int) -> list[Tensor]:
@@ -493,12 +490,9 @@ def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tupl
     found = [where for where in _masks(prepared) if shapes[where] == shape]
     if len(found) == 1 and shape[0] != shape[1]:
         return found[0]
+    why = f"it is not known which mask is of (batch, positions), among {listed(found)}"
     if not found:
         why = f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask"
-    elif len(found) > 1:
-        why = f"there are several masks, {listed(found)}"
-    else:
-        why = f"there are as many rows as positions, {shape[0]}: {found[0]} may be of (positions, positions) too"
     raise NotApplicableError(f"{why}: give mask= its name")
 
 

@@ -330,11 +330,9 @@ class PreparedModel:
                     set_mode(run, mode)
                 torch.clear_autocast_cache()  # it holds copies, in another dtype, of weights as they were before
                 with _traced(trace, layers.modules if traced else {}):
-                    try:
-                        trace.output = run(*args, **kwargs)
-                    except Exception as error:  # noqa: BLE001 - the trace reports it
-                        trace.error = _of_model(error)
-                        return trace
+                    trace.output = run(*args, **kwargs)
+                if trace.error is not None:
+                    return trace
                 self._check_output(trace)
                 if backward:
                     inputs = flatten_call(args, kwargs, objects=True).tensors
@@ -390,12 +388,7 @@ class PreparedModel:
         trace = Trace()
         seeds = seeding.seeded(seeding.derive(self.probe.seed, "check run"))
         with seeds, settings_preserved(), torch.set_grad_enabled(self._graph), _traced(trace, self.layers.modules):
-            try:
-                trace.output = call()
-            except (NotApplicableError, UsageError):
-                raise
-            except Exception as error:  # noqa: BLE001 - the trace reports it
-                trace.error = _of_model(error)
+            trace.output = call()
         return trace
 
     def reference(self, **options: Any) -> Trace:
@@ -471,20 +464,18 @@ class PreparedModel:
         """
         paths = {id(tensor): path for path, tensor in reversed(self.inputs)}
 
-        def varied(path: str, tensor: Tensor, vary: Vary) -> Tensor:
-            try:
-                return vary(path, tensor)
-            except (NotApplicableError, UsageError):
-                raise
-            except Exception as error:
-                what = f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
-                raise NotApplicableError(f"{path} cannot be varied ({what}): {line_of(error)}") from error
-
         def copied(tensor: Tensor) -> Tensor:
             copy = copy_of(tensor).to(self.probe.device)
             copy = copy.to(widened(copy.dtype)) if self._wide else copy
-            if vary is not None and id(tensor) in paths:
-                copy = varied(paths[id(tensor)], copy, vary)
+            path = paths.get(id(tensor))
+            if vary is not None and path is not None:
+                try:
+                    copy = vary(path, copy)
+                except (NotApplicableError, UsageError):
+                    raise
+                except Exception as error:
+                    what = f"{copy.dtype}, {copy.layout}".replace("torch.", "")
+                    raise NotApplicableError(f"{path} cannot be varied ({what}): {line_of(error)}") from error
             wanted = tensor.requires_grad or (requires_grad and copy.is_floating_point())
             return copy.requires_grad_(wanted and torch.is_grad_enabled())
 
@@ -659,8 +650,9 @@ def _of_model(error: Exception) -> Exception:
 
     Raises:
         NotApplicableError: What follows the layers raised it.
+        UsageError: It is one.
     """
-    if isinstance(error, NotApplicableError):
+    if isinstance(error, (NotApplicableError, UsageError)):
         raise error
     if raised_in_hook(error):
         raise NotApplicableError(f"the layers cannot be followed: {line_of(error)}") from error
@@ -669,7 +661,7 @@ def _of_model(error: Exception) -> Exception:
 
 @contextmanager
 def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Record what each layer returns, and in which layer the model raises."""
+    """Record what each layer returns, what the model raises, and in which layer."""
     known: dict[int, tuple[Tensor, int | None]] = {}  # by id, each with its version when it was last recorded
 
     def is_new(tensor: Tensor) -> bool:
@@ -695,5 +687,7 @@ def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     try:
         with tracer:
             yield
+    except Exception as error:  # noqa: BLE001 - the trace reports it
+        trace.error = _of_model(error)
     finally:
         trace.raised_in = tracer.raised_in

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, cast
 
@@ -171,16 +171,29 @@ class Intervention:
         return f"<Intervention on {self._described()}: fired {count(self._fired, 'time')}>"
 
     def _change_weights(self, stack: contextlib.ExitStack) -> None:
-        found: dict[str, nn.Parameter] = {}
-        for name in self._names:
-            prefix = "" if name == ROOT else f"{name}."
-            own = own_parameters(self._layers.modules[name], atomic=self._layers.is_leaf(name))
-            found |= {prefix + key: weight for key, weight in own if "bias" not in key.rpartition(".")[2]}
+        """Write into each weight, once where it is used in several places, and on exit the bits that it had before.
+
+        They are written in place, because a parameter may be tied, or an optimizer may hold it.
+        """
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for layer in self._names:
+            prefix = "" if layer == ROOT else f"{layer}."
+            for key, weight in own_parameters(self._layers.modules[layer], atomic=self._layers.is_leaf(layer)):
+                if "bias" not in key.rpartition(".")[2]:
+                    found.setdefault(id(weight), (prefix + key, weight))
         if not found:
             raise UsageError(
                 f"{self._described().partition(':')[0]} has no weight of its own: select layers that have one"
             )
-        stack.enter_context(_weights_changed(found, lambda name, weight: self._tensor("weight", name, weight)))
+        for name, weight in found.values():
+            with torch.no_grad():
+                before = weight.detach().clone()
+                after = self._tensor("weight", name, before.clone())
+            if after.shape != before.shape:
+                shapes = f"{tuple(after.shape)}, not {tuple(before.shape)}"
+                raise UsageError(f"{name} became a tensor of another shape: {shapes}")
+            stack.callback(_write, weight, before)
+            _write(weight, after)
 
     # --- what the hooks call ----------------------------------------------------------------------------------------
 
@@ -306,35 +319,6 @@ class Intervention:
         else:
             why = "there is no tensor in what was to be changed"
         return f"{self._described()} never fired: {why}"
-
-
-# --- weights ------------------------------------------------------------------------------------------------------
-
-# They are written in place, because a parameter may be tied, or an optimizer may hold it.
-
-
-@contextlib.contextmanager
-def _weights_changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Write ``change(name, weight)`` into each weight, and on exit the bits that it had before.
-
-    A parameter that is used in several places is changed once. All changes are computed before one is written, so that
-    an error leaves all weights as they are.
-    """
-    once = {id(weight): (name, weight) for name, weight in reversed([*weights.items()])}
-    planned = []
-    for name, weight in once.values():
-        with torch.no_grad():
-            before = weight.detach().clone()
-            after = change(name, before.clone())
-            if after.shape != before.shape:
-                shapes = f"{tuple(after.shape)}, not {tuple(before.shape)}"
-                raise UsageError(f"{name} became a tensor of another shape: {shapes}")
-            planned.append((weight, before, after))
-    with contextlib.ExitStack() as stack:
-        for weight, before, after in planned:
-            stack.callback(_write, weight, before)
-            _write(weight, after)
-        yield
 
 
 def _write(weight: Tensor, values: Tensor) -> None:

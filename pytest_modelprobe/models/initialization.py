@@ -9,7 +9,6 @@ fills.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ import torch
 from torch import nn
 
 from pytest_modelprobe._torch import (
-    DYNAMO_PACKAGE,
     TRUNC_NORMAL,
     DispatchMode,
     Operation,
@@ -179,8 +177,6 @@ class _RandomLog(DispatchMode):
             self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DYNAMO_PACKAGE in sys.modules:  # a factory runs compiled code, and the log must not be compiled with it
-            self.__class__ = _UncompiledLog
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pause: bool = True) -> Any:
@@ -254,15 +250,6 @@ class _RandomLog(DispatchMode):
             copy = torch.ops.aten.copy_.default
             store.last = self._op(copy, args, {}, writes=(everything,), before=(), makes=(None,))
         return store
-
-
-class _UncompiledLog(_RandomLog):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.call(func, args, kwargs or {})
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return True
 
 
 @contextmanager

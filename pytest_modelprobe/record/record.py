@@ -345,21 +345,15 @@ class Record:
             path: The file.
 
         Raises:
-            UsageError: There is no such file, it is cut short or no record, or a newer version wrote it.
+            UsageError: There is no such file, it is cut short or no record, or another version wrote it.
         """
         where, data = Path(path), codec.read(Path(path))
-        found = data.get("schema") if isinstance(data, dict) else None
-        if type(found) is not int or "model" not in data:
-            raise UsageError(f"{where} is no record: give a file that record.save wrote")
-        if found != SCHEMA:
-            instead = "upgrade pytest-modelprobe here" if found > SCHEMA else "save the record again"
-            raise UsageError(f"{where} is a record of schema {found}, and this version reads {SCHEMA}: {instead}")
         try:
             return cls.from_dict(data)
         except ValueError as error:
             raise UsageError(
-                f"{where} cannot be read, it is damaged or of a newer version ({error}): "
-                "upgrade pytest-modelprobe here, or save the record again"
+                f"{where} is no record that this version reads ({error}): give a file that record.save wrote, upgrade "
+                "pytest-modelprobe here, or save the record again"
             ) from None
 
 

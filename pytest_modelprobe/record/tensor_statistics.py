@@ -300,27 +300,19 @@ class Histogram:
         >>> a.merge(Histogram(first=1, negative=(0,), zero=2, positive=(4,)))
         Histogram(first=-1, negative=(1, 0, 0), zero=2, positive=(0, 3, 4))
         """
-        if not (self.positive and other.positive):
-            wider = self if self.positive else other
-            return Histogram(
-                first=wider.first, negative=wider.negative, zero=self.zero + other.zero, positive=wider.positive
-            )
-        first = min(self.first, other.first)
-        last = max(self.first + len(self.positive), other.first + len(other.positive))
+        have = [one for one in (self, other) if one.positive]
+        first = min((one.first for one in have), default=0)
+        last = max((one.first + len(one.positive) for one in have), default=0)
 
-        def added(mine: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+        def added(name: str) -> tuple[int, ...]:
             counts = [0] * (last - first)
-            for start, part in ((self.first, mine), (other.first, others)):
-                for k, n in enumerate(part, start - first):
+            for one in have:
+                for k, n in enumerate(getattr(one, name), one.first - first):
                     counts[k] += n
             return tuple(counts)
 
-        return Histogram(
-            first=first,
-            negative=added(self.negative, other.negative),
-            zero=self.zero + other.zero,
-            positive=added(self.positive, other.positive),
-        )
+        zero = self.zero + other.zero
+        return Histogram(first=first, negative=added("negative"), zero=zero, positive=added("positive"))
 
 
 @quickly_made

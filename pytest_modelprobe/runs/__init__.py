@@ -12,7 +12,6 @@ from . import noise as noise
 from .fakes import FakeModel as FakeModel
 from .fakes import architecture as architecture
 from .fakes import quiet as quiet
-from .live import WeakLiveRun as WeakLiveRun
 from .loss import Loss as Loss
 from .loss import NoGradientError as NoGradientError
 from .loss import check_loss as check_loss
@@ -25,6 +24,7 @@ from .origin import Source as Source
 from .origin import SourceMode as SourceMode
 from .origin import find_gradient_origin as find_gradient_origin
 from .origin import graph_nodes as graph_nodes
+from .run import LiveRunOfRun as LiveRunOfRun
 from .run import Mode as Mode
 from .run import Run as Run
 from .run import is_same_device as is_same_device

@@ -26,12 +26,10 @@ class FakeModel:
 
     Args:
         model: The model, on any device, even the meta device.
-        cached: Whether torch remembers the shapes of operations. Its cache fails on packed weights of quantized models.
     """
 
-    def __init__(self, model: nn.Module, *, cached: bool = True) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model, self._mode = model, FakeTensorMode(allow_non_fake_inputs=True)
-        self._mode.cache_enabled = self._mode.cache_enabled and cached
         self._like_tensors = _LikeTensors()
 
     @functools.cached_property
@@ -127,16 +125,13 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
     if not (args or kwargs):
         return assemble(Capture(layers, Options()))
     check_not_lazy(model)
-    # Torch's cache of fakes fails on packed weights of quantized models, which it cannot compare. Without the cache a
-    # forward is slow, so it comes second.
-    for cached in (True, False):
-        capture, fake = Capture(layers, Options()), FakeModel(model, cached=cached)
-        with preserved(model, values=False), seeding.forked_rng(), quiet(), capture:
-            try:
-                fake(*fake.fakes_of((args, kwargs)))
-            except Exception as error:  # noqa: BLE001 - models may need the contents of tensors
-                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                continue
+    capture, fake, reason = Capture(layers, Options()), FakeModel(model), ""
+    with preserved(model, values=False), seeding.forked_rng(), quiet(), capture:
+        try:
+            fake(*fake.fakes_of((args, kwargs)))
+        except Exception as error:  # noqa: BLE001 - models may need the contents of tensors
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if not reason:
         return assemble(capture)
     record = assemble(Capture(layers, Options()))
     note = f"structure without shapes: the forward cannot run on fake tensors ({reason})"

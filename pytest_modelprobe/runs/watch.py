@@ -6,29 +6,46 @@ alone later. Records are made when they are asked for, and made again once a hoo
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import copy
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from pytest_modelprobe import extension
-from pytest_modelprobe._torch import next_hook
+from pytest_modelprobe import extension, statistics
+from pytest_modelprobe._torch import BatchOrInstanceNorm, is_wrapped, next_hook
 from pytest_modelprobe.capture import Capture, ForwardCounts, Options, Which, assemble
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.interrupts import finished, held
-from pytest_modelprobe.models import Layers, original_class, version
+from pytest_modelprobe.models import (
+    Autocast,
+    Layers,
+    active_autocast,
+    changing_hooks,
+    detached_copy,
+    flatten_call,
+    has_dense_storage,
+    original_class,
+    preserved,
+    seeding,
+    version,
+)
 from pytest_modelprobe.record import (
+    ForwardKind,
     IsolatedResponse,
     Record,
     Selector,
     with_live_run,
 )
 
-from .isolation import IsolationOptions, KeptForwards, isolate
-from .live import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
+from .isolation import CannotTellError, IsolationOptions, Key, isolate_repeatedly, reason_of
+from .run import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
 
@@ -144,7 +161,7 @@ class Watch:
 
         Each forward counts once, so the three add up to ``record.forwards``. Steps that are not kept count too.
         """
-        return self._capture.counts
+        return self._capture.observed.counts
 
     @property
     def steps(self) -> Sequence[Record]:
@@ -163,7 +180,7 @@ class Watch:
         Raises:
             NothingObservedError: No optimizer that holds a parameter of the model has stepped, or no step is kept.
         """
-        if not self._capture.steps:
+        if not self._capture.observed.taken:
             counts = self.counts
             if counts.steps:
                 raise NothingObservedError(
@@ -232,27 +249,24 @@ class Watch:
         if record is None or then != now:
             record = assemble(self._capture, which, seed=self._seed)
             if self._forwards is not None:
-                with_live_run(record, WeakLiveRun(self, _GONE, functools.partial(Watch.isolated, which=which)))
+                with_live_run(record, WeakLiveRun(self, _GONE))
             self._records[which] = now, record
         return record
 
-    def isolated(self, record: Record, request: IsolationRequest, *, which: Which) -> Record:
+    def isolated(self, record: Record, request: IsolationRequest) -> Record:
         """Fill in the `IsolatedResponse` of each call in the kept forwards, with the model as it is now."""
         assert self._forwards is not None
-        one = {"first": self._forwards.first, "last": self._forwards.newest}
-        alone = one.get(which) if which in one else None
-        kept = [alone] if alone else [] if which in one else self._forwards.kept.values()
-        reason = self._forwards.obstacle() if kept else "only the first forward of a kind can be run again"
-        if reason is not None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            reason = f"the model is one of {dist.get_world_size()}, which may wait for each other in a forward"
             return with_note(record, f"no layer was called alone: {reason}")
         found: dict[Place, IsolatedResponse] = {}
-        for again in kept:
+        kinds = {(call.root, call.root_training) for _, call in record.calls}
+        for kind in (kind for kind in self._forwards.kept if kind in kinds):
             recipes = {
                 (layer.name, call.index): call.response.recipes
                 for layer, call in request.like.calls
-                if call.response is not None and (call.root, call.root_training) == again.kind
+                if call.response is not None and (call.root, call.root_training) == kind
             }
-            changed = self._forwards.changed()
             options = IsolationOptions(
                 layers=modules_of(record),
                 only=request.only,
@@ -261,17 +275,119 @@ class Watch:
                 gradient=bool(record.backwards),
             )
             try:
-                with self._forwards.prepared(self.model, again):
-                    responses = isolate(self.model, functools.partial(self._forwards.run, again), options)
+                responses = self._forwards.isolated(self.model, kind, options)
             except Exception as error:  # noqa: BLE001 - whatever a model does that is not as it was
-                what = again.reason or f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                record = with_note(record, f"no layer was called alone in the forward of {again.kind[0]}: {what}")
+                what = str(error) if isinstance(error, CannotTellError) else f"it raised {reason_of(error)}"
+                record = with_note(record, f"no layer was called alone in the forward of {kind[0]}: {what}")
                 continue
-            for key, response in responses.items():
-                if key[0] in changed:
-                    response = IsolatedResponse(reason="tensors that it keeps were changed since")
-                found[*again.kind, *key] = response
+            found |= {(*kind, *key): response for key, response in responses.items()}
         return with_responses(record, found)
+
+
+@dataclass(slots=True, eq=False)
+class _KeptForward:
+    """What is needed to run a forward again."""
+
+    modes: tuple[bool, ...]
+    """Whether each layer is in training mode, in the order of the layers."""
+    autocast: tuple[Autocast, ...]
+    changes: tuple[int, ...]
+    """The hooks that changed what layers compute; see `models.changing_hooks`."""
+    inputs: Any = None
+    """Copies of its positional and keyword arguments."""
+    obstacle: str = ""
+    """Why it cannot be run again."""
+
+
+class KeptForwards:
+    """Copies the inputs of the first forward of each kind, to call layers alone later as in that forward.
+
+    The modes are kept too, and the tensors that layers keep, as they were before the first forward of all. If an input
+    cannot be copied, the forward is not run again.
+
+    Args:
+        layers: The layers of the model.
+
+    >>> import torch
+    >>> model = nn.Linear(2, 2)
+    >>> forwards = KeptForwards(Layers(model))
+    >>> forwards.begins(("(root)", True), (torch.ones(1, 2),), {})
+    >>> list(forwards.isolated(model, ("(root)", True), IsolationOptions()))
+    [('(root)', 0)]
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self.kept: dict[ForwardKind, _KeptForward] = {}
+        self._before: list[tuple[dict[str, Any], str, Tensor]] = []
+        """Copies of buffers and of tensors in attributes before the first forward, each with its dict and name."""
+
+    def begins(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep the inputs of a forward that is about to run, if it is new."""
+        if kind in self.kept:
+            return
+        modules = self._layers.modules.values()
+        if not self.kept:
+            with statistics.ambient_modes_disabled(), torch.no_grad():
+                self._before = [
+                    (owner, name, one)
+                    for module in modules
+                    # Those of norms are synthetic in an isolated call.
+                    for owner in (vars(module), {} if isinstance(module, BatchOrInstanceNorm) else module._buffers)
+                    for name, tensor in owner.items()
+                    if has_dense_storage(tensor) and tensor.is_floating_point()
+                    if (one := detached_copy(tensor)) is not None
+                ]
+        modes = tuple(module.training for module in modules)
+        self.kept[kind] = again = _KeptForward(modes, active_autocast(), changing_hooks(modules))
+        try:
+            again.inputs = self._copied((args, dict(kwargs)))
+        except Exception as error:  # noqa: BLE001 - the `__deepcopy__` of an input may raise anything
+            again.obstacle = f"an input cannot be copied: {reason_of(error)}"
+
+    def isolated(self, model: nn.Module, kind: ForwardKind, options: IsolationOptions) -> dict[Key, IsolatedResponse]:
+        """Return what `isolate` returns for the kept forward of a kind. The model is restored.
+
+        Raises:
+            CannotTellError: It cannot be run again.
+        """
+        again, modules = self.kept[kind], self._layers.modules
+        if again.changes != changing_hooks(modules.values()):
+            raise CannotTellError("an intervention began or ended since: compare the record within its block")
+        if again.obstacle:
+            raise CannotTellError(again.obstacle)
+
+        def forward() -> object:
+            args, kwargs = self._copied(again.inputs)
+            with contextlib.ExitStack() as stack:
+                for state in again.autocast:
+                    stack.enter_context(torch.autocast(*state))
+                return modules[kind[0]](*args, **kwargs)
+
+        with preserved(model), seeding.seeded(0):
+            for module, training in zip(modules.values(), again.modes, strict=True):
+                module.training = training
+            for owner, name, tensor in self._before:
+                if name in owner:
+                    owner[name] = detached_copy(tensor)
+            (responses,) = isolate_repeatedly(model, forward, [(None, "all")], options)
+        return responses
+
+    def _copied(self, inputs: Any) -> Any:
+        """Return a deep copy, detached from graphs, except for modules of the model.
+
+        Unlike `map_tensors`, it copies every object, because the model may change a cache before the forward is run
+        again.
+        """
+        root = next(iter(self._layers.modules.values()))
+        known: dict[int, Any] = {id(module): module for module in root.modules()}
+        with statistics.ambient_modes_disabled(), torch.no_grad():
+            for _, tensor in flatten_call(*inputs, objects=True).tensors:
+                one = detached_copy(tensor) if has_dense_storage(tensor) and not is_wrapped(tensor) else None
+                if one is None:
+                    raise CannotTellError("it is inside a transform, or has no memory of its own")
+                known[id(tensor)] = one.requires_grad_(tensor.requires_grad)
+            return copy.deepcopy(inputs, known)
 
 
 class _StepRecords(Sequence[Record]):
@@ -281,7 +397,7 @@ class _StepRecords(Sequence[Record]):
         self._watch = watch
 
     def __len__(self) -> int:
-        return self._watch._capture.steps
+        return len(self._watch._capture.observed.taken)
 
     @overload
     def __getitem__(self, index: int) -> Record: ...

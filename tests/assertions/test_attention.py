@@ -369,7 +369,7 @@ def test_a_query_with_no_key_left_is_left_out() -> None:
         (None, "give mask=, causal=True, or both"),
         (PADDING[:, :5], r"\(2, 5\) does not fit the attention of layer '1' \(Attention\), which has"),
         (torch.zeros(6, 6).masked_fill(~CAUSAL, -math.inf), "give mask == 0"),
-        (torch.ones(2, 2, 6, 6), "a mask has shape"),
+        (torch.ones(2, 2, 6, 6), r"\(2, 2, 6, 6\) does not fit the attention of layer '1'"),
     ],
     ids=["none", "of another size", "added", "axes"],
 )

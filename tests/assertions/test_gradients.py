@@ -57,13 +57,13 @@ def linear(inputs: int = 6, outputs: int = 6, *, weight: float | None = None) ->
 
 
 class Net(nn.Module):
-    """A model from layers by name and a forward as a function of it."""
+    """A model from layers and parameters by name and a forward as a function of it."""
 
-    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self._run = forward
-        for name, layer in layers.items():
-            self.add_module(name, layer)
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self, *args, **kwargs)
@@ -121,15 +121,8 @@ def test_the_loss_is_blamed_where_all_gradients_are_bad() -> None:
 
 
 def test_a_gradient_that_is_bad_in_a_parameter_alone_is_named() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.sqrt(self.scale)
-
-    model = Net(lambda m, x: m.scaled(m.fc(x)), fc=linear(), scaled=Scaled())
+    scaled = Net(lambda m, x: x + torch.sqrt(m.scale), scale=nn.Parameter(torch.zeros(())))
+    model = Net(lambda m, x: m.scaled(m.fc(x)), fc=linear(), scaled=scaled)
     text = failure_of(assert_grad_finite, run(model))
     assert text.startswith("gradient of scaled.scale is not finite: 1 ")
     assert "inf of 1 element, those around it are finite; 1 of 3 layers looked at\n" in text
@@ -183,25 +176,19 @@ def test_frozen_parameters_need_none() -> None:
     assert_all_params_have_grad(run(model))
 
 
-class Token(nn.Module):
-    """Has a parameter that this forward does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask_token, self.fc = nn.Parameter(torch.zeros(6)), linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x)
+def token() -> nn.Module:
+    """Return a layer with a parameter that its forward does not use."""
+    return Net(lambda m, x: m.fc(x), mask_token=nn.Parameter(torch.zeros(6)), fc=linear())
 
 
 def test_parameters_can_be_ignored() -> None:
-    record = run(nn.Sequential(Token()))
+    record = run(nn.Sequential(token()))
     assert_all_params_have_grad(record, ignore="*.mask_token")
     assert_all_params_have_grad(record, ignore=["**.mask_token"])
     text = failure_of(assert_all_params_have_grad, record)
     assert text.startswith("0.mask_token has no gradient; 1 of 3 parameters looked at have none\n")
     assert text.endswith(
-        "The output of layer '0' (Token) has a gradient: does its forward use 0.mask_token, and not a detached copy?"
+        "The output of layer '0' (Net) has a gradient: does its forward use 0.mask_token, and not a detached copy?"
     )
 
 
@@ -326,7 +313,7 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "a loss given out": lambda: Net(lambda m, x: 1e-12 * m.b(m.a(x)).sum(), a=linear(), b=linear()),
     "a small gradient that others pass by": lambda: branch(1e-8),
     "an expert without tokens": lambda: Net(lambda m, x: m.a(x) + m.b(x[:0]).sum(), a=linear(), b=linear()),
-    "a parameter that was not needed": lambda: nn.Sequential(Token(), linear()),
+    "a parameter that was not needed": lambda: nn.Sequential(token(), linear()),
 }
 
 
@@ -385,17 +372,15 @@ def test_zero_gradients_behind_zero_initialized_projections_are_a_hint() -> None
             assert_no_dead_layers(record)
 
 
-class Gains(nn.Module):
+def gains() -> nn.Module:
     """The gains of an embedding and the output are zero at first, as in KarrasUnet of denoising-diffusion-pytorch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.emb, self.out = linear(), linear(), linear()
-        self.gain_emb, self.gain_out = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = model.body(x)
+        return model.gain_out * model.out(x * (1 + model.gain_emb * model.emb(x)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.body(x)
-        return self.gain_out * self.out(x * (1 + self.gain_emb * self.emb(x)))
+    zeros = {name: nn.Parameter(torch.zeros(())) for name in ("gain_emb", "gain_out")}
+    return Net(forward, body=linear(), emb=linear(), out=linear(), **zeros)
 
 
 def steps(model: nn.Module, number: int, parameters: Any = None, rate: float = 1e-4, **options: Any) -> Watch:
@@ -414,7 +399,7 @@ def test_what_passes_through_gains_that_were_zero_at_first_is_a_hint(
     number: int, assertion: Callable[..., None]
 ) -> None:
     with pytest.warns(HintWarning) as said:
-        assertion(steps(Gains(), number))
+        assertion(steps(gains(), number))
     assert [str(one.message).rpartition("A hint, ")[2] for one in said] == [
         "because of what is zero-initialized: (root). Other layers get a gradient after its first step."
     ]
@@ -594,13 +579,9 @@ def test_training_steps_pass() -> None:
 
 
 def test_a_leaf_that_detaches_its_output_is_named(modelprobe: ModelProbe) -> None:
-    class Stop(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.detach()
-
-    model = nn.Sequential(nn.Linear(4, 8), Stop(), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(4, 8), Net(lambda m, x: x.detach()), nn.Linear(8, 1))
     record = modelprobe.run(model, torch.ones(2, 4), loss=torch.sum)
-    with pytest.raises(AssertionError, match=r"The graph is cut in layer '1' \(Stop\): look for"):
+    with pytest.raises(AssertionError, match=r"The graph is cut in layer '1' \(Net\): look for"):
         assert_all_params_have_grad(record)
 
 

@@ -161,12 +161,6 @@ def test_indices_masks_and_complex_numbers_have_dtypes_of_their_own() -> None:
     assert failure_of(assert_dtypes, record, torch.int64).startswith("(root) output[1] is bool, not int64;")
 
 
-@pytest.mark.parametrize("dtype", ["flaot32", float])
-def test_what_is_no_dtype_is_refused(dtype: Any) -> None:
-    with pytest.raises(UsageError, match=r"a dtype is torch.float32 or 'float32'; got "):
-        assert_dtypes(two_layers(), dtype)
-
-
 def test_layers_beside_a_dict_are_refused() -> None:
     with pytest.raises(UsageError, match="a dict of dtypes names its layers itself"):
         assert_dtypes(two_layers(), {"fc1": torch.float32}, layers="fc1")
@@ -281,11 +275,6 @@ def test_a_failure_names_those_that_lose_nothing_too() -> None:
     text = failure_of(assert_called, run(model, loss="random"))
     assert text.startswith("1.spare was never called in 1 forward; 2 of 5 layers looked at")
     assert text.endswith("\n\nAlso not called, without unused weights: 0.dropout and 0.used.")
-
-
-def test_what_is_no_number_of_calls_is_refused() -> None:
-    with pytest.raises(UsageError, match="per_forward is the number of calls in each forward, 0 or more; got"):
-        assert_called(two_layers(), per_forward=-1)
 
 
 # --- hooks --------------------------------------------------------------------------------------------------------

@@ -248,14 +248,6 @@ def test_a_failing_hook_never_reaches_the_model(monkeypatch, direction):
     assert hooks(model) == []
 
 
-def before(model):
-    return next(iter(model._forward_pre_hooks.values()))
-
-
-def after(model):
-    return next(iter(model._forward_hooks.values()))
-
-
 # --- a call that was interrupted ------------------------------------------------------------------------------------
 
 
@@ -395,7 +387,7 @@ def test_the_forward_of_a_shallow_copy_is_no_forward_of_the_model():
     assert hooks(model) == hooks(other) == []
 
 
-# --- compiled models ------------------------------------------------------------------------------------------------
+# --- deep graphs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_forked")

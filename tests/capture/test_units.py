@@ -63,44 +63,33 @@ def test_modules_of_torch(module, shape, expected):
     assert axis(module, *shape) == expected
 
 
-@pytest.mark.parametrize("module", [nn.ReLU(), nn.PReLU(8), nn.GELU(), nn.Softmax(-1), nn.Dropout(), nn.Identity()])
-def test_pointwise_modules_inherit(module):
-    assert axis(module, 2, 8, 5, 5, inherited=-3) == -3
-    assert axis(module, 2, 8, 5, 5) is None
+NORM = RootMeanSquareNorm(8)
 
 
-def test_a_container_inherits():
-    assert axis(nn.Sequential(nn.Linear(3, 8)), 2, 8, inherited=-1) == -1
-
-
-def test_an_inherited_axis_that_the_output_does_not_have_is_none():
-    assert axis(nn.ReLU(), 2, inherited=-3) is None
-
-
-def test_an_output_without_axes_has_no_units():
-    assert axis(nn.GroupNorm(2, 8), 8) is None
-    assert axis(nn.Linear(3, 8)) is None
+@pytest.mark.parametrize(
+    ("module", "shape", "inherited", "expected"),
+    [
+        *((module, (2, 8, 5, 5), -3, -3) for module in (nn.ReLU(), nn.PReLU(8), nn.Softmax(-1), nn.Dropout())),
+        (nn.GELU(), (2, 8, 5, 5), None, None),
+        (nn.ReLU(), (2,), -3, None),  # which the output does not have
+        (nn.Sequential(nn.Linear(3, 8)), (2, 8), -1, -1),
+        (nn.GroupNorm(2, 8), (8,), None, None),
+        (nn.Linear(3, 8), (), None, None),
+        # A norm of one's own is known by the size of its vectors, where these fit one axis alone.
+        (NORM, (2, 5, 8), None, -1),
+        (NORM, (2, 8, 5, 5), None, -3),
+        (NORM, (8, 8), None, -1),
+        (NORM, (2, 8, 8), None, None),
+        (NORM, (2, 8, 8), -2, -2),
+        (Scale(8, 8), (2, 8, 8), -1, None),
+        (Scale(1), (2, 8, 5), -2, -2),  # a single number for a parameter changes no axis
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_modules_that_inherit_and_modules_of_ones_own(module, shape, inherited, expected):
+    assert axis(module, *shape, inherited=inherited) == expected
 
 
 def test_conv1d_of_gpt2_has_its_units_last():
     transformers = pytest.importorskip("transformers.pytorch_utils")
     assert axis(transformers.Conv1D(8, 3), 2, 5, 8) == -1
-
-
-def test_a_norm_of_ones_own_is_known_by_the_size_of_its_vectors():
-    assert axis(RootMeanSquareNorm(8), 2, 5, 8) == -1
-    assert axis(RootMeanSquareNorm(8), 2, 8, 5, 5) == -3
-    assert axis(RootMeanSquareNorm(8), 8, 8) == -1
-
-
-def test_a_norm_that_fits_two_axes_is_known_only_by_what_went_in():
-    assert axis(RootMeanSquareNorm(8), 2, 8, 8) is None
-    assert axis(RootMeanSquareNorm(8), 2, 8, 8, inherited=-2) == -2
-
-
-def test_an_unknown_leaf_with_other_parameters_has_no_known_axis():
-    assert axis(Scale(8, 8), 2, 8, 8, inherited=-1) is None
-
-
-def test_a_single_number_for_a_parameter_changes_no_axis():
-    assert axis(Scale(1), 2, 8, 5, inherited=-2) == -2

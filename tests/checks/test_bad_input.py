@@ -161,19 +161,11 @@ def test_a_model_made_in_inference_mode_cannot_change(modelprobe: ModelProbe) ->
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 SQUARE: dict[str, Any] = {"loss": lambda y: y.square().mean()}
-AVERAGE: dict[str, Any] = {"average": nn.Linear(3, 2), "decay": 0.5, "updates": lambda: None}
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("causal", {"axis": "0"}, "axis= of causal is int; got '0'"),
     ("causal", {"axis": -9}, "no input has more than one position along axis -9"),
-    ("causal", {"tolerance": -1}, "tolerance= of causal is float | None, not negative; got -1"),
-    ("device_parity", {"device": "meta"}, "device= is one that computes; meta tensors have no data"),
-    ("dtype_parity", {"dtype": torch.int32}, "dtype= is torch.float64, torch.float32, torch.float16, torch.bfloat16"),
-    ("gradcheck", {"step": 0}, "step= is the distance for finite differences, more than 0; got 0"),
     ("overfits_batch", {**SQUARE, "steps": 0}, "steps= is 1 or more; got 0"),
-    ("overfits_batch", {**SQUARE, "optimizer": lambda p: None}, "returns a torch.optim.Optimizer; got NoneType"),
     ("initialized", {"factory": lambda: None}, "factory= returns a torch.nn.Module; got NoneType"),
-    ("ema_tracks", {**AVERAGE, "updates": lambda: 1 / 0}, "updates= raised ZeroDivisionError: division by zero"),
 ]
 
 

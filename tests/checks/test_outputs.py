@@ -274,27 +274,9 @@ def test_what_differs_inside_does_not_agree(probe: ModelProbe) -> None:
 # --- outputs of nothing -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("give", "said"),
-    [
-        (lambda o: None, "None: is a return missing at the end of its forward?"),
-        (lambda o: 5, "no tensor with elements: there is nothing to compare"),
-        (lambda o: o[:0], "no tensor with elements: there is nothing to compare"),
-    ],
-    ids=["None", "a number", "no rows"],
-)
-def test_where_nothing_is_given_out_nothing_holds(probe: ModelProbe, give: Callable[[Tensor], Any], said: str) -> None:
+def test_where_nothing_is_given_out_nothing_holds(probe: ModelProbe) -> None:
     found = checks.deterministic.outcome(
-        probe, Model(lambda model, x: give(model.fc(x)), fc=nn.Linear(4, 3)), probe.randn(2, 6, 4)
+        probe, Model(lambda model, x: model.fc(x)[:0], fc=nn.Linear(4, 3)), probe.randn(2, 6, 4)
     )
     assert found.verdict == "not applicable"
-    assert found.text == f"the model returns {said}"
-
-
-def test_an_object_that_computes_what_it_gives_later_is_refused(probe: ModelProbe) -> None:
-    class Later:
-        def __init__(self, found: Tensor) -> None:
-            self.value = lambda: found
-
-    found = checks.causal.outcome(probe, Model(lambda _, x: Later(x.softmax(1))), probe.randn(2, 6, 4))
-    assert found.text.startswith("output cannot be looked into (")
+    assert found.text == "the model returns no tensor with elements: there is nothing to compare"

@@ -30,12 +30,6 @@ class Code(nn.Module):
         return self.code(self, *args, **kwargs)
 
 
-@pytest.fixture
-def probe() -> ModelProbe:
-    torch.manual_seed(0)  # of weights
-    return ModelProbe()
-
-
 # --- batch --------------------------------------------------------------------------------------------------------
 
 
@@ -216,11 +210,6 @@ def test_gradients_that_cancel_everywhere_are_rounding_in_parts_too(
     assert checks.gradient_accumulation(probe, model, probe.randn(3, 4), loss=loss).verdict == "holds"
 
 
-def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
-    with pytest.raises(UsageError, match="loss= raised AttributeError"):
-        checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=lambda o: o.nothing)
-
-
 def test_a_loss_of_float32_is_too_coarse_for_finite_differences(probe: ModelProbe) -> None:
     class Narrow(torch.autograd.Function):
         @staticmethod
@@ -336,7 +325,7 @@ def test_a_mask_of_positions_by_positions_is_none_of_padding(probe: ModelProbe, 
 
 def test_a_square_mask_may_be_one_of_positions_by_positions(probe: ModelProbe, encoder: nn.Module) -> None:
     found = checks.padding_invariant.outcome(probe, encoder, probe.randn(8, 8, 8), src_mask=torch.zeros(8, 8))
-    assert found.text.startswith("there are as many rows as positions, 8: ")
+    assert found.text.startswith("it is not known which mask is of (batch, positions), among src_mask")
 
 
 def test_a_mask_of_floats_is_added(probe: ModelProbe, encoder: nn.Module) -> None:
@@ -661,7 +650,9 @@ def test_a_norm_that_stays_in_evaluation_is_meant_so_if_it_is_frozen(probe: Mode
 
 def test_a_dropout_that_is_never_called_is_said_to_be(probe: ModelProbe) -> None:
     model = Code(lambda self, x: x, drop=nn.Dropout(0.5))
-    assert checks.train_eval_differ.outcome(probe, model, probe.randn(2, 3)).text == "drop is never called"
+    assert (
+        checks.train_eval_differ.outcome(probe, model, probe.randn(2, 3)).text == "drop is never called, or with zeros"
+    )
 
 
 # --- dropout of one seed ------------------------------------------------------------------------------------------

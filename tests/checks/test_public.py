@@ -13,12 +13,6 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, checks
 
-
-@pytest.fixture
-def probe() -> ModelProbe:
-    return ModelProbe()
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

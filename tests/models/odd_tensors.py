@@ -16,9 +16,9 @@ from torch._subclasses import FakeTensorMode
 from pytest_modelprobe import kernel, statistics
 from pytest_modelprobe.models import Layers, detached_copy, has_dense_storage, preserved
 from pytest_modelprobe.runs.isolation.contexts import attributes_restored
-from pytest_modelprobe.runs.isolation.tracing import KeptForwards
 from pytest_modelprobe.runs.loss import random_loss
 from pytest_modelprobe.runs.noise import Perturbation
+from pytest_modelprobe.runs.watch import KeptForwards
 
 ODD = "bits8", "complex32", "float4_e2m1fn_x2", "float8_e4m3fn", "int4", "uint3", "uint16"
 DTYPES = [getattr(torch, name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "bool", "complex64")]

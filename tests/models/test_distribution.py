@@ -54,12 +54,10 @@ def test_fully_sharded_layers_have_the_names_of_their_own_classes(mesh: distribu
         watch = probe.watch(model)
         step(model)
     assert (watch.name, watch.record.model) == ("Sequential", "Sequential")
-    assert [layer.type_name for layer in watch.record.layers.values()] == [
-        "Sequential",
-        "Linear",
-        "LayerNorm",
-        "Linear",
-    ]
+    names = ["Sequential", "Linear", "LayerNorm", "Linear"]
+    assert [layer.type_name for layer in watch.record.layers.values()] == names
+    (weight, _), local = watch.record["2"].parameters, model[2].weight.grad.to_local()
+    assert (weight.shape, weight.gradient.statistics.max) == ((2, 8), local.max())
     assert watch.record.notes == (FSDP2,)
 
 

@@ -132,6 +132,8 @@ def train_step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
             lambda model: torch.compile(model, backend="eager"),
             "(root) is compiled; it is run eagerly while it is watched",
         ),
+        (lambda model: in_place(model, backend="eager"), "(root) " + RUN_EAGERLY),
+        (lambda model: (model[0].compile(backend="eager"), model)[1], "0 " + RUN_EAGERLY),
         (
             lambda model: functools.partial(torch.compile(train_step, backend="eager"), model),
             "train_step " + RUN_EAGERLY,

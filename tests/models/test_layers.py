@@ -67,29 +67,6 @@ def test_a_checkpoint_wrapper_is_looked_through():
         assert call.outputs[0].backward is not None
 
 
-def test_a_compiled_model_is_looked_through():
-    model = torch.compile(Net(), backend="eager")
-    assert names(model) == NAMES
-    model(torch.ones(3, 4))
-    with Watch(model) as watch:
-        model(torch.ones(3, 4)).sum().backward()
-    assert watch.record.layers["b.0"].calls[0].outputs[0].backward is not None
-    assert watch.record.notes == ("(root) is compiled; it is run eagerly while it is watched",)
-
-
-# What torch warns of, where a graph begins with a tensor that a layer computed: as an error it ends the compilation.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_a_model_compiled_in_place_is_run_eagerly():
-    model = Net()
-    model.b.compile(backend="eager")
-    model(torch.ones(3, 4))
-    with Watch(model) as watch:
-        model(torch.ones(3, 4))
-    assert len(watch.record.layers["b.0"].calls) == 1
-    assert watch.record.notes == ("b is compiled; it is run eagerly while it is watched",)
-    assert model(torch.ones(3, 4)).shape == (3, 4)
-
-
 def test_a_distributed_model_is_looked_through_and_its_gradients_called_local(process_group):
     model = nn.parallel.DistributedDataParallel(Net())
     layers = Layers(model)
@@ -110,23 +87,6 @@ def test_wrappers_around_wrappers_are_looked_through(process_group):
     assert names(nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))) == NAMES
 
 
-@pytest.mark.usefixtures("_fsdp2")
-def test_fsdp2_is_recorded_by_its_local_shard(process_group):
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    model = Net()
-    fsdp.fully_shard(model.b, mesh=mesh)
-    fsdp.fully_shard(model, mesh=mesh)
-    with Watch(model) as watch:
-        model(torch.ones(3, 4)).sum().backward()
-    record = watch.record
-    assert list(record.layers) == NAMES
-    assert record.layers["b.0"].calls[0].outputs[0].backward is not None
-    weight = record.layers["b.0"].parameters[0]
-    local = model.b[0].weight.grad.to_local()
-    assert (weight.shape, weight.gradient.statistics.max) == ((4, 4), local.max())
-
-
 # --- atomic modules -------------------------------------------------------------------------------------------------
 
 
@@ -138,9 +98,6 @@ def test_modules_with_fused_code_are_not_entered(module):
     assert list(layers.modules) == ["(root)", "0"]
     assert layers.is_leaf("0")
     assert not layers.is_leaf("(root)")
-
-
-# --- cycles ---------------------------------------------------------------------------------------------------------
 
 
 # --- refused --------------------------------------------------------------------------------------------------------

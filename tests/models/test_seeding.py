@@ -11,7 +11,6 @@ from pytest_modelprobe.models.seeding import (
     forked_rng,
     randint,
     randn,
-    seed_everything,
     seeded,
 )
 
@@ -41,20 +40,12 @@ def test_derived_seeds_are_the_same_for_ever(seed, name, expected):
     assert derive(seed, name) == expected
 
 
-def test_seed_everything_seeds_torch_numpy_and_random():
-    with forked_rng():
-        seed_everything(2**62 + 5)
-        first = draw_all()
-        seed_everything(2**62 + 5)
-        assert draw_all() == first
-
-
 def test_seeded_gives_the_same_numbers_and_puts_the_states_back():
     before = rng_states()
-    with seeded(3):
+    with seeded(2**62 + 5):
         first = draw_all()
     assert rng_states() == before
-    with seeded(3):
+    with seeded(2**62 + 5):
         assert draw_all() == first
 
 
@@ -112,12 +103,9 @@ def test_cuda_states_are_put_back_where_cuda_is_in_use(monkeypatch):
 # --- inputs -----------------------------------------------------------------------------------
 
 
-def test_randn_is_the_same_for_ever():
+def test_inputs_are_the_same_for_ever():
     x = randn((3,), seed=0, name="x", device="cpu")
     assert x.tolist() == pytest.approx([-0.012447, -0.095611, 0.569689], abs=1e-6)
-
-
-def test_randint_is_the_same_for_ever():
     assert randint(0, 100, (5,), seed=0, name="ids", device="cpu").tolist() == [42, 75, 63, 96, 77]
 
 

@@ -1,8 +1,9 @@
-"""Records: merging, and the way to plain dicts and back."""
+"""Records: merging, profiles, and the way to plain dicts and back."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import pickle
@@ -16,14 +17,17 @@ from pytest_modelprobe.record import (
     Attention,
     Call,
     Layer,
+    LayerProfile,
     Operation,
     Parameter,
+    Profile,
     Reading,
     Record,
     Statistics,
     Units,
     Value,
 )
+from pytest_modelprobe.record.tensor_statistics import quickly_made
 
 
 def statistics_of(values: list[float]) -> Statistics:
@@ -160,3 +164,54 @@ def test_equal_numbers_have_one_hash() -> None:
     one, two = (record[ROOT].output.forward for record in (with_nan(), with_nan()))
     assert len({one, two}) == 1
     assert len({one, dataclasses.replace(two, tensors=2)}) == 2
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_printed_as_a_table() -> None:
+    root = LayerProfile(type="Net", calls=2, wall_time=0.004, flops=9000, activation_bytes=64, parameters=1234)
+    fc = LayerProfile(type="Linear", calls=2, wall_time=0.001, flops=9000, activation_bytes=64, parameters=1234)
+    profile = Profile(
+        layers={"(root)": root, "fc": fc},
+        forwards=2,
+        wall_time=0.004,
+        flops=9000,
+        activation_bytes=64,
+        parameters=1234,
+        probe_time=0.25,
+    )
+    assert str(profile) == (
+        "2 forwards: 9,000 FLOPs, 64 bytes of activations, 4.000 ms; the probe took 250.000 ms more\n"
+        "\n"
+        "layer    type     calls   parameters   activations   FLOPs      ms   time\n"
+        "(root)   Net          2        1,234            64   9,000   4.000   100%\n"
+        "fc       Linear       2        1,234            64   9,000   1.000    25%"
+    )
+
+
+def test_hostile_names_are_text() -> None:
+    assert "\x1b" not in str(Profile(layers={"a\x1b[31m": LayerProfile(type="\x1b[31m")}))
+
+
+# --- dataclasses that are made quickly --------------------------------------------------------------------------------
+
+
+@quickly_made
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    width: int
+    boards: tuple[str, ...] = ()
+    labels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def test_a_dataclass_that_is_made_quickly_is_made_as_any_other() -> None:
+    first, second = Shelf(width=1), Shelf(width=2, boards=("oak",))
+    assert (first.boards, second.boards, second.width) == ((), ("oak",), 2)
+    assert first.labels == {}
+    assert first.labels is not second.labels  # a container of its own
+    assert list(inspect.signature(Shelf).parameters) == ["width", "boards", "labels"]
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'width'"):
+        Shelf()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.width = 2

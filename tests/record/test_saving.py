@@ -110,17 +110,12 @@ WHOLE = json.dumps(Record(model="Net", forwards=1).to_dict())
     ("content", "message"),
     [
         (WHOLE[:-5], r"is no record, or is cut short \(39 bytes\): copy it again, or save the record again"),
-        ('{"schema": 2}', "is no record: give a file that record.save wrote"),
         (
             '{"schema": 3, "model": "Net"}',
-            "is a record of schema 3, and this version reads 2: upgrade pytest-modelprobe here",
+            r"is no record .* \(not a record of schema 2: found 3\): give .*, upgrade",
         ),
-        ('{"schema": 0, "model": "Net"}', "is a record of schema 0, and this version reads 2: save the record again"),
-        (
-            '{"schema": 2, "model": "Net", "mood": 3}',
-            r"cannot be read, it is damaged or of a newer version \(Record has no field 'mood'\): upgrade",
-        ),
-        ('{"schema": 2, "model": 3}', r"cannot be read, it is damaged or .* \(3 stands where str is expected"),
+        ('{"schema": 2}', r"is no record that this version reads \(not a record: .*model"),
+        ('{"schema": 2, "model": "Net", "mood": 3}', r"is no record .* \(Record has no field 'mood'\): give"),
     ],
 )
 def test_a_file_that_is_no_record_is_told(content, message, tmp_path):

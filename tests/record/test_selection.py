@@ -139,17 +139,50 @@ def test_exclusions_alone_start_from_every_layer(selector: Any) -> None:
 # --- messages -----------------------------------------------------------------------------------
 
 
-def test_a_name_that_is_not_there_gets_the_nearest() -> None:
-    assert error("haed") == "'haed' matches none of 10 layers; nearest: 'head'."
+def is_big(name: str, layer: object) -> bool:
+    return False
 
 
-def test_a_glob_that_misses_a_level_gets_the_glob() -> None:
-    expected = "'blocks.attn' matches none of 10 layers; 'blocks.*.attn' matches 2."
-    assert error("blocks.attn") == expected
+NO_SELECTOR = (
+    " is no selector: write a glob such as 'blocks.*.attn' ('**' for all layers), a re.Pattern on str, a module type, "
+    "a callable (name, layer) -> bool, or a list of these."
+)
+INSIDE = "matches none of 10 layers; it is found inside 'blocks.0.attn', but has to match the whole name."
+NAMES = f"the names are {', '.join(map(repr, [*LAYERS][:8]))} and 2 more."
+NO_SEGMENT = ": between two dots stands a name, in which * is any text, or ** alone."
+EMPTY_GLOB = 'An empty glob matches no layer: write "**" for all of them.'
+EMPTY_LIST = ' selects no layer: write "**" for all of them.'
 
 
-def test_a_glob_that_misses_several_levels_gets_the_glob() -> None:
-    assert error("attn") == "'attn' matches none of 10 layers; '**.attn' matches 2."
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        ("haed", "'haed' matches none of 10 layers; nearest: 'head'."),
+        ("blocks.attn", "'blocks.attn' matches none of 10 layers; 'blocks.*.attn' matches 2."),
+        ("attn", "'attn' matches none of 10 layers; '**.attn' matches 2."),
+        (["**", "!blocks.attn"], "'!blocks.attn' excludes none of 10 layers; '!blocks.*.attn' excludes 2."),
+        ("!**", "'!**' leaves none of 10 layers included; exclude fewer, or include more."),
+        (["head", "!h*"], "'!h*' leaves none of 1 layer included; exclude fewer, or include more."),
+        (["head", "!h*", "!e*"], "'!h*', '!e*' leave none of 1 layer included; exclude fewer, or include more."),
+        (int, "int is the type of none of 10 layers; the types are object (4), Linear (4), ReLU (1), LeakyReLU (1)."),
+        (re.compile("attn"), f"The pattern 'attn' {INSIDE}"),
+        (is_big, f"The callable is_big is true for none of 10 layers; {NAMES}"),
+        ("", EMPTY_GLOB),
+        ("!", EMPTY_GLOB),
+        (["head", ""], EMPTY_GLOB),
+        ([], f"[]{EMPTY_LIST}"),
+        (["head", ()], f"(){EMPTY_LIST}"),
+        ("blocks..attn", f"'blocks..attn' has the segment ''{NO_SEGMENT}"),
+        ("head.", f"'head.' has the segment ''{NO_SEGMENT}"),
+        ("blocks.**attn", f"'blocks.**attn' has the segment '**attn'{NO_SEGMENT}"),
+        (None, f"None{NO_SELECTOR}"),
+        (["head", 3], f"A value of type int{NO_SELECTOR}"),
+        (re.compile(b"head"), f"A value of type Pattern{NO_SELECTOR}"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_selector_that_means_nothing_is_told_what_it_may_mean(selector: Any, message: str) -> None:
+    assert error(selector) == message
 
 
 def test_where_no_name_is_near_the_names_are_listed() -> None:
@@ -159,81 +192,8 @@ def test_where_no_name_is_near_the_names_are_listed() -> None:
     )
 
 
-def test_an_exclusion_has_to_match_too() -> None:
-    expected = "'!blocks.attn' excludes none of 10 layers; '!blocks.*.attn' excludes 2."
-    assert error(["**", "!blocks.attn"]) == expected
-
-
-@pytest.mark.parametrize(
-    ("selector", "message"),
-    [
-        ("!**", "'!**' leaves none of 10 layers included"),
-        (["head", "!h*"], "'!h*' leaves none of 1 layer included"),
-        (["head", "!h*", "!e*"], "'!h*', '!e*' leave none of 1 layer included"),
-    ],
-)
-def test_an_exclusion_that_leaves_nothing_is_an_error(selector: Any, message: str) -> None:
-    assert error(selector) == f"{message}; exclude fewer, or include more."
-
-
-def test_a_type_that_is_not_there_gets_the_types_that_are() -> None:
-    assert error(int) == (
-        "int is the type of none of 10 layers; the types are object (4), Linear (4), ReLU (1), LeakyReLU (1)."
-    )
-
-
-def test_a_pattern_found_inside_a_name_is_told_to_match_it_whole() -> None:
-    assert error(re.compile("attn")) == (
-        "The pattern 'attn' matches none of 10 layers;"
-        " it is found inside 'blocks.0.attn', but has to match the whole name."
-    )
-
-
-def test_a_callable_that_is_never_true_is_named() -> None:
-    def is_big(name: str, layer: object) -> bool:
-        return False
-
-    expected = "The callable is_big is true for none of 1 layer; the names are 'fc'."
-    assert error(is_big, {"fc": None}) == expected
-
-
 def test_without_layers_nothing_can_be_selected() -> None:
     assert error("**", {}).startswith("'**' matches none of 0 layers")
-
-
-@pytest.mark.parametrize("selector", ["", "!", ["head", ""]])
-def test_an_empty_glob_is_an_error(selector: Any) -> None:
-    assert error(selector) == 'An empty glob matches no layer: write "**" for all of them.'
-
-
-@pytest.mark.parametrize("selector", [[], (), ["head", []]])
-def test_an_empty_list_is_an_error(selector: Any) -> None:
-    assert error(selector).endswith(' selects no layer: write "**" for all of them.')
-
-
-@pytest.mark.parametrize(
-    ("glob", "segment"), [("blocks..attn", ""), (".head", ""), ("head.", ""), ("blocks.**attn", "**attn")]
-)
-def test_a_segment_that_is_empty_or_has_a_double_star_inside_is_an_error(glob: str, segment: str) -> None:
-    assert error(glob) == (
-        f"{glob!r} has the segment {segment!r}: between two dots stands a name, in which * is any text, or ** alone."
-    )
-
-
-@pytest.mark.parametrize(
-    ("selector", "given"),
-    [
-        (None, "None"),
-        (3, "A value of type int"),
-        (re.compile(b"head"), "A value of type Pattern"),
-        (["head", None], "None"),
-    ],
-)
-def test_any_other_value_is_no_selector(selector: Any, given: str) -> None:
-    assert error(selector) == (
-        f"{given} is no selector: write a glob such as 'blocks.*.attn' ('**' for all layers),"
-        " a re.Pattern on str, a module type, a callable (name, layer) -> bool, or a list of these."
-    )
 
 
 class CallableModule:

@@ -177,50 +177,35 @@ def test_a_layer_that_learned_other_buffers_is_not_blamed_for_them() -> None:
 
 
 class Remembering(nn.Module):
-    """Keeps what it saw last, in an attribute or an object."""
+    """Keeps what it saw last, in an attribute and an object."""
 
-    def __init__(self, kept: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept, self._shelf = torch.zeros(16, 8), Shelf()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before = x if self._kept is None else self._kept
-        if isinstance(self._kept, Shelf):
-            before, self._kept.tensor = self._kept.tensor, x.detach()
-        else:
-            self._kept = x.detach()
+        before, self._kept, self._shelf.tensor = self._kept, x.detach(), x.detach()
         return x + before
 
 
 class Shelf:
     def __init__(self) -> None:
-        self.tensor = torch.zeros(2, 8)
+        self.tensor = torch.zeros(16, 8)
 
 
-def test_a_layer_that_keeps_other_tensors_is_not_judged() -> None:
+def test_a_layer_that_keeps_other_tensors_is_not_blamed_for_them_and_keeps_them() -> None:
     probe = ModelProbe()
-    model = nn.Sequential(Block(1.0), Remembering(None))
-    watch = probe.watch(model)
-    for _ in range(2):
-        model(probe.randn(2, 8))
-    kept = model[1]._kept
-    record = watch.record.live_run.isolated(watch.record)
-    assert model[1]._kept is kept
-    assert record["1"].calls[0].response.reason == "tensors that it keeps were changed since"
-    assert record["0"].calls[0].response.reason is None
-
-
-def test_a_model_that_keeps_tensors_in_an_object_is_not_run_again() -> None:
-    probe = ModelProbe()
-    model = nn.Sequential(Block(1.0), Remembering(Shelf()))
-    watch = probe.watch(model)
-    model(probe.randn(2, 8))
-    kept = model[1]._kept.tensor
-    record = watch.record.live_run.isolated(watch.record)
-    assert record.notes[-1] == (
-        "no layer was called alone: 1 holds tensors in an object that cannot be put back (Shelf)"
-    )
-    assert model[1]._kept.tensor is kept
+    models = [
+        probe.build(lambda by=by: nn.Sequential(nn.Linear(4, 8), Block(by), Remembering(), nn.Linear(8, 3)))
+        for by in (1, 1.5)
+    ]
+    expected, actual = (train(probe, model).first for model in models)
+    kept, on_shelf = models[1][2]._kept, models[1][2]._shelf.tensor
+    said = failure(actual, stored(expected))
+    assert said.startswith("layer '1' (Block): own code changed ")
+    assert "2: own code" not in said
+    assert models[1][2]._kept is kept
+    assert models[1][2]._shelf.tensor is on_shelf
 
 
 def test_inputs_that_are_overwritten_later_are_those_of_the_forward() -> None:

@@ -151,6 +151,9 @@ def test_an_update_creates_two_files_and_the_next_run_passes(project: Project) -
     result.stdout.fnmatch_lines(["created __modelprobe__/test_net/test_x.arch.json: 5 layers"])
     result.stdout.fnmatch_lines(["1 snapshot generated."])
     assert project.names() == ["test_net/test_x.arch.json", "test_net/test_x.probe.json"]
+    numbers = json.loads(project.contents()["test_net/test_x.probe.json"])
+    assert numbers["noise"] == "measured"
+    assert numbers["responses"]  # of each layer alone
     result = project.run()
     result.assert_outcomes(passed=1)
     result.stdout.no_fnmatch_line("=* modelprobe =*")
@@ -162,13 +165,6 @@ def test_an_identity_that_is_drawn_for_each_model_is_not_compared(project: Proje
     project.change("self.drop =", "self._incremental_state_id = str(__import__('uuid').uuid4()); self.drop =")
     project.update()
     project.run().stdout.fnmatch_lines(["1 snapshot passed."])
-
-
-def test_what_is_written_is_measured_and_each_layer_called_alone(project: Project) -> None:
-    project.update()
-    numbers = json.loads(project.contents()["test_net/test_x.probe.json"])
-    assert numbers["noise"] == "measured"
-    assert numbers["responses"]
 
 
 CHANGES = {
@@ -309,36 +305,26 @@ assert watch.steps == modelprobe_snapshot
     result.stdout.fnmatch_lines(["E*AssertionError: step 1 of 2: output unchanged; lr 0.1 → 0.2: updates x 2 *"])
 
 
-def test_the_gradient_in_a_snapshot_of_a_step_is_the_one_that_was_applied(project: Project) -> None:
-    body = """
-model = modelprobe.build(lambda: torch.nn.Linear(2, 2))
-watch = modelprobe.watch(model)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-model(modelprobe.randn(3, 2)).square().sum().backward()
-torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST)
-optimizer.step()
-assert watch.first_step == modelprobe_snapshot
-"""
-    test = one(body.strip(), "modelprobe, modelprobe_snapshot", "import torch")
-    project.update(test=test.replace("LARGEST", "0.1")).assert_outcomes(passed=1)
-    project.run(test=test.replace("LARGEST", "0.1")).assert_outcomes(passed=1)
-    project.run(test=test.replace("LARGEST", "0.2")).assert_outcomes(failed=1)
-
-
-def test_the_snapshot_of_a_step_knows_which_parameters_the_optimizer_holds(project: Project) -> None:
+def test_a_snapshot_of_a_step_knows_the_gradient_that_was_applied_and_what_the_optimizer_holds(
+    project: Project,
+) -> None:
     body = """
 model = modelprobe.build(lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
 watch = modelprobe.watch(model)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 model(modelprobe.randn(3, 2)).square().sum().backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 optimizer.step()
 assert watch.first_step == modelprobe_snapshot
 """
     test = one(body.strip(), "modelprobe, modelprobe_snapshot", "import torch")
-    part = test.replace("SGD(model.", "SGD(model[0].")
     project.update(test=test).assert_outcomes(passed=1)
+    project.run().assert_outcomes(passed=1)
+    said = "gradients scaled by * (clipped), not applied as they arrived; 1 cause, 2 layers after it moved"
+    project.run(test=test.replace("1e9", "0.1")).stdout.fnmatch_lines([f"E*AssertionError: {said}"])
     said = "the optimizer no longer updates weight, bias"
-    project.run(test=part).stdout.fnmatch_lines([f"E*output unchanged; layer '1' (Linear): {said}; 1 cause"])
+    result = project.run(test=test.replace("SGD(model.", "SGD(model[0]."))
+    result.stdout.fnmatch_lines([f"E*output unchanged; layer '1' (Linear): {said}; 1 cause"])
 
 
 GATED = """
@@ -911,27 +897,20 @@ def test_what_nothing_is_compared_of_fails(project: Project) -> None:
     )
 
 
-def test_a_test_may_compare_a_part(project: Project) -> None:
+def test_a_test_may_compare_a_part_and_of_the_architecture_there_are_no_numbers(project: Project) -> None:
     project.update(test=one("assert record() == modelprobe_snapshot(compare='architecture')"))
+    assert project.names() == ["test_net/test_x.arch.json"]
     project.run(test=one("assert record(mean=9.0) == modelprobe_snapshot(compare='architecture')")).assert_outcomes(
         passed=1
     )
+    project.run(test=SAME).stdout.fnmatch_lines(["*AssertionError: no snapshot yet for test_x: 1 layer *"])
     marked = "@pytest.mark.modelprobe(compare='behavior')\ndef "
     project.update(test=SAME.replace("def ", marked))
+    assert len(project.names()) == 2
     project.run(test=CHANGED.replace("def ", marked)).assert_outcomes(passed=1)
     result = project.run("--modelprobe-compare=architecture")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["the behavior of 1 snapshot was not compared*"])
-
-
-def test_what_compares_the_architecture_keeps_no_numbers(project: Project) -> None:
-    project.update(test=one("assert record() == modelprobe_snapshot(compare='architecture')"))
-    assert project.names() == ["test_net/test_x.arch.json"]
-    project.run().assert_outcomes(passed=1)
-    project.run(test=SAME).stdout.fnmatch_lines(["*AssertionError: no snapshot yet for test_x: 1 layer *"])
-    project.update(test=SAME)
-    assert len(project.names()) == 2
-    project.run().assert_outcomes(passed=1)
 
 
 # --- calls that are written otherwise -----------------------------------------------------------------------------
@@ -1001,8 +980,17 @@ def test_a_call_that_is_written_otherwise_fails_nothing_until_an_update_writes_i
     passed.stdout.fnmatch_lines([f"{seen}; --snapshot-details lists them, --snapshot-update writes them"])
     passed.stdout.fnmatch_lines(["=* 2 passed, 2 snapshots stale in *"])
     assert project.contents() == before
-    listed = project.run("--snapshot-details")
+    listed = project.run("--snapshot-details", "--modelprobe-json=results.json")
     listed.stdout.fnmatch_lines([f"{seen}:", *LISTED], consecutive=True)
+    data = json.loads((project.pytester.path / "results.json").read_text())
+    (snapshot,) = data["tests"][0]["snapshots"]
+    assert (snapshot["verdict"], snapshot.get("causes")) == ("same", None)
+    assert [(note["said"], note["layers"]) for note in snapshot["notes"]] == [
+        ("blocks.*.attn: input[0] renamed to input", 2), ("blocks.*.attn: input[1] renamed to mask", 2),
+    ]  # fmt: skip
+    result = project.run("--modelprobe-compare=all")  # who asks for all is told of it as of a change
+    first = "output unchanged; structure differs in 4 places: blocks.*.attn: input[[]0] renamed to input x2"
+    result.stdout.fnmatch_lines([f"*AssertionError: {first}; blocks.*.attn: input[[]1] renamed to mask x2"])
     updated = project.update()
     updated.assert_outcomes(passed=2)
     said = "same function; written otherwise in 4 places"
@@ -1013,22 +1001,6 @@ def test_a_call_that_is_written_otherwise_fails_nothing_until_an_update_writes_i
     quiet = project.run()
     quiet.assert_outcomes(passed=2)
     quiet.stdout.no_fnmatch_line("*stale*")
-
-
-def test_the_results_have_the_calls_that_are_written_otherwise(project: Project) -> None:
-    project.models(ATTENTIVE)
-    project.update(test=IN_EVAL)
-    project.models(BY_KEYWORD)
-    project.run("--modelprobe-json=results.json")
-    data = json.loads((project.pytester.path / "results.json").read_text())
-    (snapshot,) = data["tests"][0]["snapshots"]
-    assert (snapshot["verdict"], snapshot.get("causes")) == ("same", None)
-    assert [(note["said"], note["layers"]) for note in snapshot["notes"]] == [
-        ("blocks.*.attn: input[0] renamed to input", 2), ("blocks.*.attn: input[1] renamed to mask", 2),
-    ]  # fmt: skip
-    result = project.run("--modelprobe-compare=all")  # who asks for all is told of it as of a change
-    first = "output unchanged; structure differs in 4 places: blocks.*.attn: input[[]0] renamed to input x2"
-    result.stdout.fnmatch_lines([f"*AssertionError: {first}; blocks.*.attn: input[[]1] renamed to mask x2"])
 
 
 def test_of_a_structure_without_numbers_calls_are_compared(project: Project) -> None:

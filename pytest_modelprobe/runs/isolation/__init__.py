@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -33,13 +34,13 @@ from pytest_modelprobe.record import ROUNDING_OF_RESPONSES, IsolatedResponse, Re
 from pytest_modelprobe.runs.noise import relative_change
 
 from .calls import IsolationOptions, Key, Perturb, Repeat, Session, in_float64
-from .contexts import StateBefore, is_ours, without_hooks, without_warnings
+from .contexts import StateBefore, without_hooks
 from .recipes import Draws, fits, kind_of, synthetic
-from .tracing import KeptForward, KeptForwards, Tracer
+from .tracing import CannotTellError, Tracer, reason_of
 
 __all__ = [
-    "IsolationOptions", "Key", "KeptForward", "KeptForwards", "Perturb", "Repeat", "doubtful", "fits", "in_float64",
-    "isolate", "isolate_repeatedly", "kind_of", "noisy", "synthetic",
+    "CannotTellError", "IsolationOptions", "Key", "Perturb", "Repeat", "doubtful", "fits", "in_float64",
+    "isolate", "isolate_repeatedly", "kind_of", "noisy", "reason_of", "synthetic",
 ]  # fmt: skip
 
 _ALL_LAYERS = IsolationOptions()
@@ -110,7 +111,7 @@ def isolate_repeatedly(
     found = Layers(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(seeding.forked_rng())
-        stack.enter_context(without_hooks(model.modules(), is_ours))
+        stack.enter_context(without_hooks(model.modules(), lambda hook: getattr(hook, "is_modelprobe", False)))
         stack.enter_context(run_eagerly(found))
         traced = stack.enter_context(Tracer(found, options.layers, options.only))
         before = StateBefore(model)
@@ -120,7 +121,9 @@ def isolate_repeatedly(
         before.restore()
         # A single repeat is followed by no other, and the caller restores the model.
         state = stack.enter_context(preserved(model)) if len(repeats) > 1 else None
-        stack.enter_context(without_warnings(options.gradient))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))  # which synthetic numbers cause
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(options.gradient))
         taken, draws = [], Draws()
         for perturb, of in each(repeats):
             session = Session(found, traced, calls, options, before, perturb, of, draws)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
-from pytest_modelprobe.models import Flat, Layers, as_bits, flatten, flatten_call, has_dense_storage
+from pytest_modelprobe.models import Flat, Layers, as_bits, flatten, flatten_call, has_dense_storage, seeding
 from pytest_modelprobe.record import (
     NOT_DEFAULT,
     ROOT,
@@ -40,7 +40,6 @@ from .contexts import (
     attributes_restored,
     buffers_of,
     combined,
-    fixed_seed,
     fused_paths_disabled,
     is_equal,
     is_plain,
@@ -108,7 +107,6 @@ class Session:
         self.names = self.options.names or NamesBefore()
         self.hooked = [m for m in self.layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
         self.current: _IsolatedCall | None = None
-        self.seed = fixed_seed()
         self.owned: dict[str, dict[str, str]] = defaultdict(dict)
         """Recipes of the weights of each layer, and of layers inside it that have no response."""
         self._weights: dict[int, nn.Parameter | Tensor] = {}
@@ -339,7 +337,7 @@ class _IsolatedCall:
                 (args, kwargs), self.has_other_arguments = asked, True
             buffers = {name: as_bits(buffer).clone() for name, buffer in buffers_of(module)}
             inputs = list(self._inputs.values())
-            self.session.seed()
+            seeding.seed_everything(0)
             with without_hooks(m for m in self.session.hooked if m is not module), fused_paths_disabled(module):
                 output = module(*args, **kwargs)
             returned = flatten("output", output, objects=False)

@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 import types
-import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 
 from pytest_modelprobe._torch import BatchOrInstanceNorm
 from pytest_modelprobe.models import (
-    GENERATORS,
     as_bits,
     flatten_call,
     has_dense_storage,
@@ -55,11 +53,6 @@ def is_equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def is_ours(hook: Any) -> bool:
-    """Whether a hook belongs to an open watch."""
-    return getattr(hook, "is_modelprobe", False)
-
-
 @contextlib.contextmanager
 def without_hooks(modules: Iterable[nn.Module], which: Callable[[Any], bool] = lambda hook: True) -> Iterator[None]:
     """Remove some hooks of the modules within the block."""
@@ -90,13 +83,6 @@ def fused_paths_disabled(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextlib.contextmanager
-def without_warnings(gradient: bool) -> Iterator[None]:
-    """Run code on synthetic numbers, without the warnings that these cause."""
-    with warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.set_grad_enabled(gradient):
-        yield
 
 
 class StateBefore:
@@ -188,8 +174,6 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
     contents = [(value, value.copy()) for value in before.values() if type(value) in _CONTAINERS]
     own = [*(b for _, b in buffers_of(module)), *(v for v in before.values() if has_dense_storage(v))]
     tensors = [tensor for tensor in own if not tensor.is_inference()]
-    if getattr(module, "max_norm", None) is not None:  # an embedding, which renormalizes its weight as it is called
-        tensors += [p for _, p in weights_of(module)]
     bits = [(tensor, as_bits(tensor).clone()) for tensor in tensors]
     try:
         yield
@@ -202,18 +186,6 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
             (container.extend if isinstance(container, (list, deque)) else container.update)(content)
         for tensor, elements in bits:
             _put_back(tensor, elements)
-
-
-def fixed_seed() -> Callable[[], None]:
-    """Return a function that sets all random generators to one state. That is cheaper than seeding them each time."""
-    seeding.seed_everything(0)
-    states = [(one, state) for one in GENERATORS if (state := one.get()) is not None]
-
-    def seed() -> None:
-        for one, state in states:
-            one.set(state)
-
-    return seed
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

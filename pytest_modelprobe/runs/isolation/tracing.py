@@ -1,4 +1,4 @@
-"""The calls of a real run, with recipes of their tensors, and copies of a watch's inputs, to run its forwards again.
+"""The calls of a real run, with recipes of their tensors.
 
 No tensor of the run is kept, since that would take the memory of all activations. Each is replaced by a placeholder on
 the meta device that says how to make a synthetic one. If something cannot be replaced, the call is not repeated alone,
@@ -7,23 +7,17 @@ and that is the reason.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import BatchOrInstanceNorm, is_wrapped
 from pytest_modelprobe.models import (
     Autocast,
     CallTracer,
@@ -31,17 +25,12 @@ from pytest_modelprobe.models import (
     Layers,
     ModuleCall,
     active_autocast,
-    changing_hooks,
-    detached_copy,
     flatten,
     flatten_call,
     has_dense_storage,
     map_tensors,
-    preserved,
-    seeding,
     version,
 )
-from pytest_modelprobe.record import ForwardKind
 from pytest_modelprobe.runs.noise import NARROW
 
 from .recipes import kind_of
@@ -198,7 +187,7 @@ class Tracer:
         if hasattr(tensor, "_modelprobe_spec"):
             return tensor
         if type(tensor) not in (Tensor, nn.Parameter) or not has_dense_storage(tensor) or tensor.is_quantized:
-            raise CannotTellError(f"a {_tensor_type(tensor)}")
+            raise CannotTellError(f"a tensor that is not dense ({type(tensor).__name__}, {tensor.layout})")
         floating = tensor.is_floating_point() or tensor.is_complex()
         spec = TensorSpec(
             name=name,
@@ -241,14 +230,6 @@ def copied(value: Any, function: Callable[[Tensor], Tensor], kept: Mapping[int, 
         return copy.deepcopy(value, dict(kept))
 
 
-def _tensor_type(tensor: Tensor) -> str:
-    if type(tensor) not in (Tensor, nn.Parameter):
-        return type(tensor).__name__
-    if tensor.is_meta:
-        return "meta tensor"
-    return "quantized tensor" if tensor.is_quantized else f"{str(tensor.layout).removeprefix('torch.')} tensor"
-
-
 _LONGEST = 200
 """Most characters of a reason, which is one line of a note."""
 
@@ -267,188 +248,3 @@ def line(text: str) -> str:
     first = text.strip().partition("\n")[0]
     shown = "".join(c if c.isprintable() else "?" for c in first)
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
-
-
-# --- forwards of a watch ----------------------------------------------------------------------------------------------
-#
-# A watch sees what the test runs, and cannot make it run again. To call layers alone later, it needs the inputs of a
-# forward, the modes, and the buffers as they were. All of these are copied. If one cannot be copied, the forward is not
-# run again, and a note says why.
-
-_OWN = frozenset(vars(nn.Module())) | {"_hf_hook"}  # the hook of accelerate leads to the weights of all layers
-"""Attributes of every module, and others that are not looked into."""
-
-_PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types.MethodType})
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
-"""Containers that can be restored, by exact type."""
-
-_MOST_BYTES = 1 << 26
-"""Most bytes of buffers that are copied: some models keep quantized weights in buffers."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class KeptForward:
-    """What is needed to run a forward again."""
-
-    kind: ForwardKind
-    inputs: Any
-    """Copies of its positional and keyword arguments."""
-    modes: tuple[bool, ...]
-    """Whether each layer is in training mode, in the order of the layers."""
-    autocast: tuple[Autocast, ...]
-    changes: tuple[int, ...] = ()
-    """The hooks that changed what layers compute; see `models.changing_hooks`."""
-    reason: str | None = None
-    """Why it cannot be run again, or `None`."""
-
-
-class KeptForwards:
-    """Copies the inputs of the first forward of each kind.
-
-    Args:
-        layers: The layers of the model.
-
-    >>> model = nn.Linear(2, 2)
-    >>> forwards = KeptForwards(Layers(model))
-    >>> x = torch.ones(1, 2)
-    >>> forwards.begins(("(root)", True), (x,), {})
-    >>> _ = x.zero_()
-    >>> with forwards.prepared(model, forwards.first):
-    ...     torch.equal(forwards.run(forwards.first), model(torch.ones(1, 2)))
-    True
-    """
-
-    def __init__(self, layers: Layers) -> None:
-        self.first: KeptForward | None = None
-        self.newest: KeptForward | None = None
-        """The kept forward, if the newest one had its shapes and arguments."""
-        self._layers = layers
-        self.kept: dict[ForwardKind, KeptForward] = {}
-        self._like: dict[ForwardKind, object] = {}
-        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._held: dict[str, list[tuple[ReferenceType[Tensor], int | None]]] = {}
-
-    def begins(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep the inputs of a forward that is about to run, if it is new."""
-        flat = flatten_call(args, kwargs)
-        # Strided nested tensors have no shape.
-        tensors = tuple((path, None if x.is_nested else x.shape, x.dtype) for path, x in flat.tensors)
-        like = tensors, tuple(flat.plain.items())
-        if self.first is None:
-            self._note_state()
-        if kind not in self.kept:
-            self.kept[kind], self._like[kind] = self._kept_forward(kind, args, kwargs), like
-        self.newest = self.kept[kind] if self._like[kind] == like else None
-        self.first = self.first or self.newest
-
-    def run(self, again: KeptForward) -> object:
-        """Run a forward again. To be called within `prepared`."""
-        if again.changes != changing_hooks(self._layers.modules.values()):
-            again.reason = "an intervention began or ended since: compare the record within its block"
-            raise CannotTellError(again.reason)
-        args, kwargs = self._copied(again.inputs)
-        with contextlib.ExitStack() as stack:
-            for state in again.autocast:
-                stack.enter_context(torch.autocast(*state))
-            return self._layers.modules[again.kind[0]](*args, **kwargs)
-
-    @contextlib.contextmanager
-    def prepared(self, model: nn.Module, again: KeptForward) -> Iterator[None]:
-        """Set the modes of a forward, and the buffers as they were before the first one. Restore them afterwards.
-
-        Writes to parameters and buffers within the block are not undone, as `isolate` restores these.
-        """
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(preserved(model, values=False))
-            stack.enter_context(seeding.seeded(0))
-            for module, training in zip(self._layers.modules.values(), again.modes, strict=True):
-                module.training = training
-            for parameter in nn.Module.parameters(model):
-                parameter.grad = None
-            for owner, name, buffer in self._buffers:
-                if name in owner._buffers:
-                    stack.callback(owner._buffers.__setitem__, name, owner._buffers[name])
-                    owner._buffers[name] = buffer.clone()
-            yield
-
-    def changed(self) -> set[str]:
-        """Return the layers whose attributes hold other tensors than before the first forward.
-
-        Parameters and buffers do not count. A cache depends on other layers, and would make a response depend on them.
-        """
-        return {
-            name
-            for name, now in _held(self._layers).items()
-            if [(id(was()), before) for was, before in self._held[name]] != [(id(t), version(t)) for t in now]
-        }
-
-    def obstacle(self) -> str | None:
-        """Return why no forward can be run again without changing the state of the model, or `None` if it can."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return f"the model is one of {dist.get_world_size()}, which may wait for each other in a forward"
-        known: set[int] = set()
-        for name, module in self._layers.modules.items():
-            for key, value in _attributes(module):
-                if id(value) not in known and type(value) not in _CONTAINERS:
-                    known.add(id(value))
-                    if not isinstance(value, Tensor) and flatten(key, value).tensors:
-                        return f"{name} holds tensors in an object that cannot be put back ({type(value).__name__})"
-        return None
-
-    def _note_state(self) -> None:
-        self._held = {name: [(ref(t), version(t)) for t in held] for name, held in _held(self._layers).items()}
-        # Those of norms are synthetic in an isolated call.
-        found = [
-            (module, name, buffer)
-            for module in self._layers.modules.values()
-            for name, buffer in module._buffers.items()
-            if not isinstance(module, BatchOrInstanceNorm) and has_dense_storage(buffer) and buffer.is_floating_point()
-        ]
-        if sum(buffer.nbytes for _, _, buffer in found) <= _MOST_BYTES:
-            with statistics.ambient_modes_disabled(), torch.no_grad():
-                self._buffers = [(module, name, buffer.detach().clone()) for module, name, buffer in found]
-
-    def _kept_forward(self, kind: ForwardKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KeptForward:
-        modes = tuple(module.training for module in self._layers.modules.values())
-        again = KeptForward(kind, None, modes, active_autocast(), changing_hooks(self._layers.modules.values()))
-        try:
-            again.inputs = self._copied((args, dict(kwargs)))
-        except Exception as error:  # noqa: BLE001 - the `__deepcopy__` of an input may raise anything
-            again.reason = f"an input cannot be copied: {reason_of(error)}"
-        return again
-
-    def _copied(self, inputs: Any) -> Any:
-        """Return a deep copy, detached from graphs, except for modules of the model.
-
-        Unlike `map_tensors`, it copies every object, because the model may change a cache before the forward is run
-        again.
-        """
-        root = next(iter(self._layers.modules.values()))
-        known: dict[int, Any] = {id(module): module for module in root.modules()}
-        with statistics.ambient_modes_disabled(), torch.no_grad():
-            for _, tensor in flatten_call(*inputs, objects=True).tensors:
-                one = detached_copy(tensor) if has_dense_storage(tensor) and not is_wrapped(tensor) else None
-                if one is None:
-                    raise CannotTellError("it is inside a transform, or has no memory of its own")
-                known[id(tensor)] = one.requires_grad_(tensor.requires_grad)
-            return copy.deepcopy(inputs, known)
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a layer that may contain tensors."""
-    return ((key, v) for key, v in vars(module).items() if key not in _OWN and type(v) not in _PLAIN)
-
-
-def _held(layers: Layers) -> dict[str, list[Tensor]]:
-    """Return the tensors in the attributes of each layer, also in containers and objects."""
-    found: dict[int, list[Tensor]] = {}  # each object is searched once: layers share a configuration, often a large one
-
-    def inside(value: Any) -> list[Tensor]:
-        if id(value) not in found:
-            found[id(value)] = [tensor for _, tensor in flatten("", value).tensors]
-        return found[id(value)]
-
-    return {
-        name: [tensor for _, value in _attributes(module) for tensor in inside(value)]
-        for name, module in layers.modules.items()
-    }

@@ -216,7 +216,7 @@ def raising(documents: Sequence[Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"lengths": (3, 4)}, r"lengths= are lengths that add up to the 12 positions; got \(3, 4\)"),
+        ({"lengths": (3, 4)}, r"lengths= are two or more lengths that add up to the 12 positions; got \(3, 4\)"),
         ({"pack": raising}, "pack= raised ValueError: too short, called with 1 document"),
     ],
 )
