@@ -6,8 +6,10 @@ A test need not run on the other side if none of these differs there.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import sys
 from collections.abc import Collection, Generator, Iterator
@@ -86,43 +88,78 @@ def is_affected(folder: Path, test: str, changed: Collection[str]) -> bool:
     return any(name in read or PurePosixPath(name).suffix not in (".py", *_NO_CODE) for name in changed)
 
 
-def imported_files(file: Path) -> Iterator[Path]:
-    """Yield a file of Python and those that it imports, and so on, but for installed packages."""
+@functools.cache
+def code_differs(here: str, there: str) -> bool:
+    """Whether a file of Python, or one that it imports, differs between two sides. Of installed ones it is not known.
+
+    Args:
+        here: The path of the file on this side.
+        there: Its path on the other side, whose process this is.
+    """
+    if here == there:
+        return False
+    if "site-packages" in there:
+        return True
+    ours, theirs = Path(here), Path(there)
+    pairs = zip(ours.parts[::-1], theirs.parts[::-1], strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    roots = [Path(*path.parts[: len(path.parts) - common]) for path in (ours, theirs)]
+    files = [
+        file.relative_to(roots[1]) for file in imported_files(theirs, executed=False) if file.is_relative_to(roots[1])
+    ]
+    return any(_bytes(roots[0] / file) != _bytes(roots[1] / file) for file in files)
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def imported_files(file: Path, *, executed: bool = True) -> Iterator[Path]:
+    """Yield a file of Python and those that it imports, and so on, but for installed packages.
+
+    Args:
+        file: The file.
+        executed: Whether to follow all that an import executes, as the ``__init__`` of packages; else only to where the
+            names that are imported come from.
+    """
     found = {file}
     waiting = [file]
     while waiting:
         one = waiting.pop()
         yield one
-        new = {*_imports(one)} - found
+        new = {*_imports(one, executed)} - found
         found |= new
         waiting += new
 
 
 @functools.cache
-def _imports(file: Path) -> tuple[Path, ...]:
+def _imports(file: Path, executed: bool) -> tuple[Path, ...]:
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return ()
     package = _package_of(file)
-    names = dict.fromkeys(name for node in ast.walk(tree) for name in _names(node, package))
-    around = dict.fromkeys(".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2))
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in around)
+    names = {name for node in ast.walk(tree) for name in _names(node, package, executed)}
+    if executed:
+        names |= {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
     return tuple(Path(found).resolve() for found in files if isinstance(found, str) and "site-packages" not in found)
 
 
-def _names(node: ast.AST, package: str) -> Iterator[str]:
+def _names(node: ast.AST, package: str, executed: bool) -> Iterator[str]:
+    """Yield the modules that a statement imports, or from which what it imports comes."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         name = node.module or ""
-        if node.level:
-            try:
-                name = importlib.util.resolve_name("." * node.level + name, package)
-            except ImportError:
-                return
-        yield name
-        yield from (f"{name}.{alias.name}" for alias in node.names)
+        with contextlib.suppress(ImportError):
+            name = importlib.util.resolve_name("." * node.level + name, package) if node.level else name
+        for alias in node.names:
+            inside = f"{name}.{alias.name}"
+            found = getattr(sys.modules.get(name), alias.name, None)
+            yield inside if inside in sys.modules else str(getattr(found, "__module__", None) or name)
+        if executed:
+            yield name
 
 
 def _package_of(file: Path) -> str:

@@ -23,6 +23,7 @@ from pytest_modelprobe.comparison import layers_behind_zeros
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.record import Record, is_narrow
 
+from .dependencies import code_differs
 from .pairs import Written, compare_records, folder_of, read_one
 
 _REASONS = "reasons"
@@ -143,10 +144,6 @@ class Recorder:
             written = _with_evidence_if_differing(plain, beside)
         elif self._evidence:
             written = _with_evidence(plain)
-        elif record.live_run is not None and (layers := layers_behind_zeros(record)):
-            # The code of these layers may change without changing any other number.
-            isolated = record.live_run.isolated(record, only=layers, own_arguments=True)
-            written = plain.replaced(isolated)
         written.write(self._folder)
 
 
@@ -160,16 +157,17 @@ def _with_evidence(plain: Written) -> Written:
 
 def _with_evidence_if_differing(there: Written, here: Written) -> Written:
     """Return a record of the side that runs second."""
-    live_run, layers = there.record.live_run, layers_behind_zeros(there.record)
-    if not layers and there.digest == here.digest:
-        return there
-    found = compare_records(here.record, there.record)
-    if found.same and live_run is not None and layers:
-        alone = live_run.isolated(there.record, like=here.record, only=layers)  # no layer has another name
-        found = compare_records(here.record, alone)
-    if found.same and not is_narrow(there.record):
-        return there
-    return _with_evidence(there)
+    same = there.digest == here.digest or compare_records(here.record, there.record).same
+    narrow = there.digest != here.digest and is_narrow(there.record)
+    return there if same and not narrow and not _may_hide_code(there, here) else _with_evidence(there)
+
+
+def _may_hide_code(there: Written, here: Written) -> bool:
+    """Whether the code of a layer differs that may change without changing any other number, for a zero hides it."""
+    layers = () if there.record.live_run is None else layers_behind_zeros(there.record)
+    modules = {there.record.layers[name].type.rpartition(".")[0] for name in layers if name in there.record.layers}
+    files = [(here.sources.get(name), there.sources.get(name)) for name in modules]
+    return any(ours is None or theirs is None or code_differs(ours, theirs) for ours, theirs in files)
 
 
 def _with_evidence_like(here: Written, there: Written) -> Written:

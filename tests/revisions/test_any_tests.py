@@ -196,6 +196,18 @@ def test_a_test_that_uses_no_file_that_differs_does_not_run_there(plain: Project
     )
 
 
+def test_code_that_a_zero_hides_is_compared_where_its_file_differs(plain: Project) -> None:
+    plain.replace("src/net.py", "x = x + layer(x)", "x = x + self.gate * layer(x)")
+    plain.replace("src/net.py", "self.head =", "self.gate = nn.Parameter(torch.zeros(()))\n        self.head =")
+    plain.commit("a gate that is zero at first")
+    arguments = ["--modelprobe-base=HEAD", "-k", "test_shared", "--modelprobe-base-all"]
+    assert "2 tests ran 2 models of 1 class: 2 the same\n" in text_of(plain.run(*arguments))
+    plain.replace("src/net.py", "self.gate * layer(x)", "3 * self.gate * layer(x)")
+    said = text_of(plain.run(*arguments))
+    assert "2 tests ran 2 models of 1 class: 2 changed\n" in said
+    assert "output unchanged; (root): own code changed between layers.0 and layers.1" in said
+
+
 def test_a_new_argument_leaves_the_other_side_its_own_tests(plain: Project) -> None:
     plain.replace("src/net.py", *CHANGE)
     plain.replace("src/net.py", "def __init__(self, dim=16, depth=2)", "def __init__(self, dim=16, depth=2, heads=2)")
