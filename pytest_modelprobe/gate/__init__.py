@@ -30,6 +30,8 @@ from .snapshot_sources import refuse_links as refuse_links
 from .snapshot_sources import removal_path as removal_path
 from .snapshot_sources import scope_in as scope_in
 from .snapshot_sources import without_ending as without_ending
+from .source import changed_source as changed_source
+from .source import source_since as source_since
 from .verdict import Finding as Finding
 from .verdict import SnapshotChange as SnapshotChange
 from .verdict import SnapshotVersion as SnapshotVersion

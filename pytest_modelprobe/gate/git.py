@@ -158,6 +158,25 @@ class Repository:
         paths = [(path, self.root / path) for path in self._working_paths()]
         return [path for path, there in paths if there.is_file() and not there.is_symlink()]
 
+    def last_commit_of(self, path: Path) -> str:
+        """Return the newest commit that changed a file; empty if there is none."""
+        return self._text("log", "-1", "--format=%H", "--", str(path))
+
+    def text_at(self, commit: str, path: Path) -> str | None:
+        """Return a file as a commit has it, or `None` if it has no such file."""
+        if not path.is_relative_to(self.root):
+            return None
+        name = path.relative_to(self.root).as_posix()
+        found = self.files(commit).get(name)
+        return None if found is None else self.read([found])[found].decode("utf-8", "replace")
+
+    def commits_since(self, commit: str, path: Path, first: int, last: int) -> list[str]:
+        """Return the commits after another that changed lines of a file, newest first: hash, day, author, subject."""
+        lines = f"-L{first},{max(first, last)}:{path.relative_to(self.root).as_posix()}"
+        with contextlib.suppress(GitError):  # HEAD may have fewer lines than the file
+            return self._text("log", "-s", "--format=%h (%as, %an: %s)", lines, f"{commit}..HEAD").splitlines()
+        return []
+
     def changed_files(self, commit: str) -> list[str]:
         """Return the paths of the files that differ between a commit and the working tree, untracked ones too."""
         listings = (

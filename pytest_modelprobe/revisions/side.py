@@ -26,10 +26,10 @@ import pytest
 
 from pytest_modelprobe import child
 from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe.gate import changed_source
 
 from .pairs import Pair, Written, compare_records, judged, read_written
 from .recorder import Recorder, is_probed
-from .source import source_lines
 
 _PACKAGES = ("pytest-modelprobe", "torch", "pytest")
 
@@ -333,12 +333,20 @@ def side_by_side(
                 now[key] = now[key].replaced(dataclasses.replace(now[key].record, noise="not repeatable"))
     pairs = [judged(now[key], there[key]) for key in both]
     pairs = [
-        dataclasses.replace(pair, source=tuple(source_lines(pair.diagnosis, pair.here, pair.there)))
+        dataclasses.replace(pair, source=tuple(changed_source(pair.diagnosis, pair.here.sources, _source(pair.there))))
         if pair.verdict == "changed"
         else pair
         for pair in pairs
     ]
     return SideBySide(tests=tests, pairs=pairs, ran=ran, only_here=sorted(only_here), unpaired=unpaired)
+
+
+def _source(there: Written) -> Callable[[str], str | None]:
+    def before(module: str) -> str | None:
+        path = Path(there.sources.get(module, ""))
+        return path.read_text("utf-8", "replace") if path.is_file() else None
+
+    return before
 
 
 def _without_evidence(one: Written, why: str) -> Written:

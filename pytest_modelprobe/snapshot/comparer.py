@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -52,7 +53,7 @@ from pytest_modelprobe.files import (
     rewritten,
     write,
 )
-from pytest_modelprobe.gate import needs_reason, superseded
+from pytest_modelprobe.gate import needs_reason, source_since, superseded
 from pytest_modelprobe.record import (
     CallTree,
     Record,
@@ -72,7 +73,7 @@ from . import preconditions
 from .extension import SnapshotFiles, compare_and_count, syrupy_assertion
 from .naming import DEVICES, folder_of, kind, stem_of
 from .options import shown_path
-from .outcome import Outcome
+from .outcome import Outcome, sources_of
 from .preconditions import Refusal
 from .session import SnapshotSession
 from .snapshot import Arguments
@@ -164,13 +165,14 @@ def structure_of(record: Record) -> Record:
 # --- the messages of a comparison that failed -------------------------------------------------------------------------
 
 
-def changed(diagnosis: Diagnosis, command: str, next_step: str = "") -> str:
+def changed(diagnosis: Diagnosis, command: str, next_step: str = "", source: Sequence[str] = ()) -> str:
     """Return the message for a record that differs from its snapshot.
 
     Args:
         diagnosis: The causes.
         command: The shell command that runs the test.
         next_step: What to do before an update that was refused; empty if none was.
+        source: Lines on what changed in the source of the causes.
     """
     reason = ' --modelprobe-reason="..."' if needs_reason(diagnosis) else ""
     steps = [next_step or f"Intended? {command} --snapshot-update{reason}", f"Since when? git bisect run {command}"]
@@ -179,7 +181,8 @@ def changed(diagnosis: Diagnosis, command: str, next_step: str = "") -> str:
     layer = next((cause.layer for cause in diagnosis.causes if cause.layer in diagnosis.comparison.actual.layers), None)
     if layer is not None:
         steps.append(f"To see its tensors: modelprobe.run(..., keep={layer!r}), then modelprobe.kept[{layer!r}]")
-    return "\n\n".join([comparison_text.text(diagnosis), "\n".join(printable(step) for step in steps)])
+    parts = (comparison_text.text(diagnosis), *(["\n".join(map(printable, source))] if source else []))
+    return "\n\n".join([*parts, "\n".join(printable(step) for step in steps)])
 
 
 def _rename_argument(diagnosis: Diagnosis) -> str:
@@ -478,7 +481,8 @@ class Comparer:
         path = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
         command = "pytest " + shlex.quote(f"{path}::{self._item.nodeid.partition('::')[2]}")
         if outcome.diagnosis is not None:
-            text = changed(outcome.diagnosis, command, next_step)
+            source = source_since(outcome.diagnosis, sources_of(outcome.record), outcome.place.arch)
+            text = changed(outcome.diagnosis, command, next_step, source)
             return f"{text}\n\n{outcome.scope_message}" if outcome.scope_message else text
         if outcome.scope_message:
             update = f'{command} --snapshot-update --modelprobe-reason="..."'

@@ -63,6 +63,13 @@ def shown_causes(
     )
 
 
+def sources_of(record: Record) -> dict[str, str]:
+    """Return the modules of Python that the classes of a record are from, as far as this process has them → files."""
+    modules = {layer.type.rpartition(".")[0] for layer in record.layers.values() if not layer.functional}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
+    return {name: str(Path(file).resolve()) for name, file in files.items() if isinstance(file, str)}
+
+
 def source_of(record: Record, layer: str, root: Path, sources: Mapping[str, str] | None = None) -> Source | None:
     """Return file and line of the class of a layer, or of the nearest container whose file is in ``root``.
 

@@ -163,7 +163,7 @@ def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project
     # Three of the same seeds, and a model and two copies; not in the test that fails, nor in that of the hooks.
     assert "10 tests ran 14 models of 2 classes: 14 changed\n" in said
     assert "layers.*: own code changed between to_qkv and dropout x2: by" in said
-    source = "  src/net.py:16 Attention.forward\n  - scale = self.dim_head ** -0.5\n  + scale = self.dim ** -0.5\n"
+    source = "  src/net.py:17 Attention.forward\n  - scale = self.dim_head ** -0.5\n  + scale = self.dim ** -0.5\n"
     assert source in said
     assert "1 test, as tests/test_net.py::test_no_hook_is_on_the_model: passes, but failed while" in said
     assert "E       assert torch.Size([2, 4]) == (2, 5)" in said
