@@ -32,6 +32,7 @@ class Written:
         evidence: Whether the record has what a diagnosis needs, as one that differs from that of the other side has.
         model: The name of the model, which a record in a file does not tell before it is decoded.
         has_run: Whether there was a forward.
+        layers: The same for records with the same names of layers.
         digest: The same for records that are equal.
     """
 
@@ -45,13 +46,14 @@ class Written:
         *,
         model: str = "",
         has_run: bool = True,
+        layers: str = "",
         digest: str = "",
     ) -> None:
         self.test, self.key, self.sources, self.evidence = test, key, sources, evidence
         self._record, self._digest = record, digest
-        self.model, self.has_run = (
-            (record.model, record.forwards > 0) if isinstance(record, Record) else (model, has_run)
-        )
+        if isinstance(record, Record):
+            model, has_run, layers = record.model, record.forwards > 0, names_of_layers(record)
+        self.model, self.has_run, self.layers = model, has_run, layers
 
     @functools.cached_property
     def record(self) -> Record:
@@ -85,9 +87,15 @@ class Written:
             "evidence": self.evidence,
             "model": self.model,
             "has_run": self.has_run,
+            "layers": self.layers,
             "digest": self.digest,
         }
         path.write_text(f"{json.dumps(head)}\n{self.text}", "ascii")
+
+
+def names_of_layers(record: Record) -> str:
+    """Return a text that is the same for records with the same names of layers."""
+    return hashlib.sha256("\n".join(record.layers).encode()).hexdigest()
 
 
 def path_of(folder: Path, test: str, key: str) -> Path:
@@ -100,9 +108,10 @@ def folder_of(folder: Path, test: str) -> Path:
     return folder / hashlib.sha256(test.encode()).hexdigest()[:20]
 
 
-def read_written(folder: Path) -> dict[tuple[str, str], Written]:
-    """Return the records in a folder by test and key, in the order in which the tests made them."""
-    paths = sorted(folder.glob("*/*.record"), key=lambda path: path.stat().st_mtime_ns)
+def read_written(folder: Path, test: str | None = None) -> dict[tuple[str, str], Written]:
+    """Return the records in a folder, or those of a test, by test and key, in the order in which tests made them."""
+    where = folder.glob("*/*.record") if test is None else folder_of(folder, test).glob("*.record")
+    paths = sorted(where, key=lambda path: path.stat().st_mtime_ns)
     return {(one.test, one.key): one for one in map(_read, paths)}
 
 

@@ -9,11 +9,12 @@ that runs second sees this while its model is there. The side that ran first run
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import sys
 import uuid
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.record import Record, is_narrow
 
 from .dependencies import code_differs
-from .pairs import Written, compare_records, folder_of, read_one
+from .pairs import Written, compare_records, folder_of, names_of_layers, read_one, read_written
 
 _REASONS = "reasons"
 """The folder, in a folder of records, of the reasons why models are not watched."""
@@ -116,16 +117,38 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:
         """Write the watches of the test."""
-        for number, (watch, key) in enumerate(self._watches, 1):
+        asked = [watch for watch, key in self._watches if key is None]
+        for number, watch in enumerate(asked, 1):
+            with contextlib.suppress(ModelProbeError):
+                self._write(f"watch {number}", watch.first_step if watch.steps else watch.first, watch.model)
+        found: dict[str, tuple[Record, Any]] = {}
+        for watch, key in self._watches:
             try:
-                record = watch.first_step if watch.steps else watch.record if key else watch.first
-                self._write(key or f"watch {number}", record, watch.model)
-            except Exception as error:
-                if key is None and not isinstance(error, ModelProbeError):
-                    raise
                 if key is not None:
-                    self._write_reason(f"{type(error).__name__}: {error}".partition("\n")[0])
+                    found[key] = watch.first_step if watch.steps else watch.record, watch.model
+            except Exception as error:  # noqa: BLE001 - what cannot be recorded is counted, and fails no test
+                self._write_reason(f"{type(error).__name__}: {error}".partition("\n")[0])
+        keys = self._keys_there(found)
+        for key, (record, model) in found.items():
+            self._write(keys[key], record, model)
         self._watches.clear()
+
+    def _keys_there(self, found: Mapping[str, tuple[Record, Any]]) -> dict[str, str]:
+        """Return the keys by which the other side knows models that nobody asked to be watched.
+
+        A side may make or call other models of a class first. So models are paired by class and names of layers, and
+        what is left by class, both in their order.
+        """
+        if self._beside is None:
+            return {key: key for key in found}
+        left = {one.key: one for one in read_written(self._beside, self._test).values()}
+        keys = {}
+        for like in (_alike, _of_one_class):
+            for key, (record, _) in found.items():
+                partner = next((one for one in left.values() if like(one, record)), None) if key not in keys else None
+                if partner is not None:
+                    keys[key] = left.pop(partner.key).key
+        return {key: keys.get(key, f"{key}, of this side alone") for key in found}
 
     # --- files --------------------------------------------------------------------------------------------------------
 
@@ -145,6 +168,14 @@ class Recorder:
         elif self._evidence:
             written = _with_evidence(plain)
         written.write(self._folder)
+
+
+def _alike(one: Written, record: Record) -> bool:
+    return _of_one_class(one, record) and one.layers == names_of_layers(record)
+
+
+def _of_one_class(one: Written, record: Record) -> bool:
+    return one.model == record.model
 
 
 def _with_evidence(plain: Written) -> Written:

@@ -208,6 +208,16 @@ def test_code_that_a_zero_hides_is_compared_where_its_file_differs(plain: Projec
     assert "output unchanged; (root): own code changed between layers.0 and layers.1" in said
 
 
+def test_another_model_of_the_class_that_is_called_first_is_no_change(plain: Project) -> None:
+    forward = "    def forward(self, x):\n        for"
+    plain.replace("src/net.py", forward, f"    def warm(self, x):\n        pass\n\n{forward}")
+    plain.commit("nothing")
+    plain.replace("src/net.py", "        pass\n", "        Encoder(depth=1).eval()(x)\n")
+    plain.replace("tests/test_net.py", "with torch.no_grad():", "shared.warm(x)\n    with torch.no_grad():")
+    said = text_of(plain.run("--modelprobe-base=HEAD", "-k", "test_shared_again"))
+    assert "1 test ran 1 model of 1 class: 1 the same; 1 record of one side alone" in said
+
+
 def test_a_new_argument_leaves_the_other_side_its_own_tests(plain: Project) -> None:
     plain.replace("src/net.py", *CHANGE)
     plain.replace("src/net.py", "def __init__(self, dim=16, depth=2)", "def __init__(self, dim=16, depth=2, heads=2)")
