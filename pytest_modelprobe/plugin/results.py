@@ -100,10 +100,18 @@ class ResultsWriter:
         whole, pairs = (None, {}) if self._base is None else self._base()
         tests: list[CaseResult] = [
             codec.decode(
-                CaseResult, {**test, "hints": list(self._hints[name]), "base": codec.encode(tuple(pairs.get(name, ())))}
+                CaseResult,
+                {
+                    "runs": [],
+                    "snapshots": [],
+                    "figures": [],
+                    **test,
+                    "hints": list(self._hints[name]),
+                    "base": codec.encode(tuple(pairs.get(name, ()))),
+                },
             )
             for name, test in self._tests.items()
-            if "runs" in test
+            if "runs" in test or name in pairs
         ]
         unused = self._unused()
         torch = next((found for test in tests for run in test.runs if (found := run.record.versions.get("torch"))), "")

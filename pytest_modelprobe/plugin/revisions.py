@@ -423,13 +423,13 @@ def _pair_result(pair: Pair, root: Path) -> PairResult:
         pair: The pair.
         root: The folder to which the files of classes are relative.
     """
-    from pytest_modelprobe.comparison import text as comparison_text
     from pytest_modelprobe.report.results import PairResult
+    from pytest_modelprobe.revisions import pair_text
     from pytest_modelprobe.snapshot.outcome import shown_causes
 
     record, sources, diagnosis, first = pair.here.record, pair.here.sources, pair.diagnosis, pair.first
     changed = pair.verdict == "changed"
-    text = comparison_text.text(diagnosis) if changed else ""
+    text = pair_text(pair) if changed else ""
     return PairResult(
         record=pair.here.key,
         verdict=pair.verdict,

@@ -13,6 +13,7 @@ from .pairs import changed_lines as changed_lines
 from .pairs import compare_records as compare_records
 from .pairs import first_difference as first_difference
 from .pairs import judged as judged
+from .pairs import pair_text as pair_text
 from .pairs import read_written as read_written
 from .pairs import summary as summary
 from .recorder import FAILED as FAILED

@@ -241,6 +241,12 @@ def summary(pairs: Sequence[Pair]) -> str:
     return f"{count(len(tests), 'test')} ran {of}" + (f": {', '.join(told)}" if told else "")
 
 
+def pair_text(pair: Pair) -> str:
+    """Return the causes of a pair, with the source that differs below the first line."""
+    opening, *table = comparison_text.text(pair.diagnosis).splitlines()
+    return "\n".join([opening, *map(printable, pair.source), *table])
+
+
 def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:
     """Yield the models that changed. Those with the same causes are told once, most models first."""
     alike: dict[Hashable, list[Pair]] = {}
@@ -251,8 +257,7 @@ def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:
             alike.setdefault((frozenset(found) or (pair.here.test, pair.here.key)), []).append(pair)
     groups = sorted(alike.values(), key=len, reverse=True)
     for first, *others in groups[:_MOST_TEXTS]:
-        opening, *table = comparison_text.text(first.diagnosis).splitlines()
-        yield from ("", f"{_where(first)}:", opening, *map(printable, first.source), *table)
+        yield from ("", f"{_where(first)}:", *pair_text(first).splitlines())
         if others:
             models = Counter(pair.here.test for pair in (first, *others))
             names = [p.here.test if models[p.here.test] == 1 else f"{p.here.test} ({p.here.key})" for p in others]

@@ -4,6 +4,7 @@ as they do by themselves.
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -157,7 +158,7 @@ def plain(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked: N
 
 def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project) -> None:
     plain.replace("src/net.py", *CHANGE)
-    result = plain.run("--modelprobe-base=HEAD")
+    result = plain.run("--modelprobe-base=HEAD", "--modelprobe-json=results.json")
     result.assert_outcomes(passed=12, failed=1)
     said = text_of(result)
     # Three of the same seeds, and a model and two copies; not in the test that fails, nor in that of the hooks.
@@ -168,6 +169,10 @@ def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project
     assert "1 test, as tests/test_net.py::test_no_hook_is_on_the_model: passes, but failed while" in said
     assert "E       assert torch.Size([2, 4]) == (2, 5)" in said
     assert plain.worktrees() == 1
+    tests = json.loads((plain.path / "results.json").read_text("utf-8"))["tests"]
+    (pair,) = next(test["base"] for test in tests if test["id"].endswith("test_training"))
+    assert (pair["record"], pair["model"], pair["verdict"]) == ("Encoder 1", "Encoder", "changed")
+    assert source in pair["text"]
 
 
 def test_the_same_code_computes_the_same(plain: Project) -> None:
