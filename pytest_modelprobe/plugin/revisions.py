@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -92,6 +93,8 @@ class Sides:
         """Why nothing was compared."""
         self._is_asked = False
         """Whether there has to be a comparison: tests ran to their end in this process."""
+        self._took = 0.0
+        """How many seconds the tests took here."""
         self._versions: dict[str, tuple[str, str]] = {}
         self._repository: Repository | None = None
         self._left_out: set[str] = set()
@@ -176,7 +179,9 @@ class Sides:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
         """Run the tests on the other side, after those of this one."""
+        started = time.monotonic()
         result = yield
+        self._took = time.monotonic() - started
         option = self._config.option
         is_run = not any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan"))
         self._is_asked = is_run and not hasattr(self._config, "workerinput")
@@ -188,6 +193,7 @@ class Sides:
 
     def _compare(self) -> None:
         from pytest_modelprobe.gate import GitError
+        from pytest_modelprobe.progress import listening
         from pytest_modelprobe.revisions import SideError, read_written
         from pytest_modelprobe.text import count
 
@@ -205,6 +211,8 @@ class Sides:
             reporter.write_line(f"\nmodelprobe: {tests} with models again, at {self.name} ...")
         try:
             with contextlib.ExitStack() as stack:
+                if (line := self._config.pluginmanager.get_plugin("modelprobe-progress")) is not None:
+                    stack.enter_context(listening(line))
                 self._found = self._compared(stack, here)
         except (GitError, SideError) as error:
             self._stopped = str(error)
@@ -265,6 +273,7 @@ class Sides:
             plugins=child.plugins_of(self._config),
             processes=int(getattr(self._config.option, "numprocesses", None) or 1),
             logs=self._folder / "logs",
+            took=self._took,
         )
 
     # --- for reports --------------------------------------------------------------------------------------------------

@@ -12,12 +12,15 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence, Set
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +30,19 @@ import pytest
 from pytest_modelprobe import child
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.gate import changed_source
+from pytest_modelprobe.progress import progress
 
 from .pairs import Pair, Written, compare_records, judged, read_written
 from .recorder import Recorder, is_probed
 
 _PACKAGES = ("pytest-modelprobe", "torch", "pytest")
+
+
+ANSWER, BEGUN = "ran.json", "begun"
+"""What a process writes: the answer, and the tests that it has begun, a line each."""
+
+_TIMES = 10
+"""How many times as long as here the tests may take on the other side, and a minute more."""
 
 
 class SideError(ModelProbeError):
@@ -180,20 +191,29 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
             raise SideError(f"the pytest-modelprobe {there} of {self._python} cannot answer: install {ours} there")
         return found
 
-    def run(self, jobs: Sequence[Job], log: Path) -> Ran:
+    def run(self, jobs: Sequence[Job], log: Path, *, seconds: float | None = None) -> Ran:
         """Run jobs at the same time, each in a process of its own, and return what became of all of them.
 
-        Raises:
-            SideError: A process ended without an answer.
-        """
-        with contextlib.ExitStack() as started:
-            answers = [self._started(started, job, log / str(number)) for number, job in enumerate(jobs)]
-            ran = [answer() for answer in answers]
-        return functools.reduce(Ran.with_, ran, Ran())
+        Args:
+            jobs: The jobs.
+            log: A folder for what the processes print.
+            seconds: How long they may take.
 
-    def _started(self, stack: contextlib.ExitStack, job: Job, folder: Path) -> Any:
+        Raises:
+            SideError: A process ended without an answer, or did not end.
+        """
+        asked = [len(job.tests) if job.tests is not None else None for job in jobs]
+        with contextlib.ExitStack() as stack:
+            processes = [_Process(*self._started(stack, job, log / str(n))) for n, job in enumerate(jobs)]
+            total = asked[0] if len(asked) == 1 else max(filter(None, asked), default=None)
+            with progress("test on the other side", total) as each:
+                deque(each(_begun_by(processes, seconds)), maxlen=0)
+            return functools.reduce(Ran.with_, [process.answer() for process in processes], Ran())
+
+    def _started(self, stack: contextlib.ExitStack, job: Job, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
         folder.mkdir(parents=True, exist_ok=True)
-        told, answer, log = folder / "job.json", folder / "ran.json", folder / "log"
+        told, answer, log = folder / "job.json", folder / ANSWER, folder / "log"
+        answer.unlink(missing_ok=True)
         tests = None if job.tests is None else sorted(job.tests)
         told.write_text(json.dumps({**dataclasses.asdict(job), "tests": tests}), "ascii")
         output = stack.enter_context(log.open("wb"))
@@ -207,15 +227,52 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
             start_new_session=True,
         )
         stack.callback(_end, process)
+        return process, folder
 
-        def wait() -> Ran:
-            process.wait()
-            if not answer.is_file():
-                said = _last_line(log.read_text("utf-8", "replace"))
-                raise SideError(f"the other side ended without an answer, with exit code {process.returncode}: {said}")
-            return Ran(**json.loads(answer.read_text("ascii")))
 
-        return wait
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process of the other side, and the folder of its files."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def begun(self) -> list[str]:
+        """The tests that it has begun."""
+        file = self.folder / BEGUN
+        return file.read_text("utf-8", "replace").splitlines() if file.is_file() else []
+
+    def answer(self) -> Ran:
+        """Return what became of its tests, when it has ended."""
+        answer = self.folder / ANSWER
+        if not answer.is_file():
+            said = _last_line((self.folder / "log").read_text("utf-8", "replace"))
+            code = self.process.returncode
+            raise SideError(f"the other side ended without an answer, with exit code {code}: {said}")
+        return Ran(**json.loads(answer.read_text("ascii")))
+
+
+def _begun_by(processes: Sequence[_Process], seconds: float | None) -> Iterator[str]:
+    """Yield the tests as they begin, until all processes have ended."""
+    seen, until = 0, None if seconds is None else time.monotonic() + seconds
+    while True:
+        running = [one for one in processes if one.process.poll() is None]
+        for ended in (one for one in processes if one not in running):
+            ended.answer()  # without one, nobody waits for the others
+        begun = [test for one in processes for test in one.begun]
+        yield from begun[seen:]
+        seen = len(begun)
+        if not running:
+            return
+        if until is not None and time.monotonic() > until:
+            last = next((one.begun[-1] for one in running if one.begun), "no test yet")
+            raise SideError(
+                f"the other side did not end within {seconds:.0f} s, {_TIMES} times as long as the tests took here: it "
+                f"ran {last}. Leave that test out with --deselect"
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running[0].process.wait(0.1)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -249,6 +306,7 @@ class TestsOn:
         plugins: The values of ``-p``.
         processes: How many processes run at the same time.
         logs: A folder for what the processes print.
+        took: How many seconds the tests took on this side.
     """
 
     __test__ = False
@@ -259,6 +317,7 @@ class TestsOn:
     plugins: Sequence[str]
     processes: int
     logs: Path
+    took: float = math.inf
 
     def run(self, tests: Collection[str], records: Path, **more: Any) -> Ran:
         """Run tests of files that are there, and write their records."""
@@ -268,7 +327,8 @@ class TestsOn:
             Job, tests=tests, options=self.options, plugins=self.plugins, records=str(records), observe=True, **more
         )
         parts = (files[number :: self.processes] for number in range(self.processes))
-        return self.side.run([job(files=part) for part in parts if part], self.logs / records.name)
+        seconds = None if math.isinf(self.took) else 60 + _TIMES * self.took
+        return self.side.run([job(files=part) for part in parts if part], self.logs / records.name, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,8 +421,8 @@ def _without_evidence(one: Written, why: str) -> Written:
 class _Tests:
     """Runs the tests of a job, and notes what became of them."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, begun: Path) -> None:
+        self._job, self._begun = job, begun
         self._collected: list[str] = []
         self._with_probe: list[str] = []
         self._failed: dict[str, str] = {}
@@ -382,6 +442,12 @@ class _Tests:
             )
             items[:] = [item for item in items if not _beginnings(item.nodeid).isdisjoint(asked)]
         return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        """Write which test begins."""
+        with self._begun.open("a", encoding="utf-8") as file:
+            file.write(f"{item.nodeid}\n")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note files that could not be imported."""
@@ -442,7 +508,7 @@ def main(told: str, answer: str) -> None:
         from .observer import ModelObserver
 
         config.pluginmanager.register(ModelObserver(recorder, reruns=False), "modelprobe-observer")
-    tests = _Tests(job)
+    tests = _Tests(job, Path(answer).with_name(BEGUN))
     config.pluginmanager.register(tests, "modelprobe-side")
     child.run_as_worker(config, {"workerid": "base", "workercount": 1})
     Path(answer).write_text(json.dumps(dataclasses.asdict(tests.ran())), "ascii")

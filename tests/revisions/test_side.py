@@ -177,3 +177,10 @@ class TestMany:
         "TestMany::test_one[2]": "failed: assert 2 == 1",
     }
     assert ran.unread == {"test_unread.py": "ModuleNotFoundError: No module named 'no_such_module'"}
+
+
+def test_a_test_that_hangs_is_named_and_ended(python: Python, tmp_path: Path) -> None:
+    side = python(f'echo $$ > {tmp_path}/pid; echo t.py::test_a > "${{4%ran.json}}begun"; exec sleep 60')
+    with pytest.raises(SideError, match=r"did not end within 1 s, .*: it ran t\.py::test_a\. Leave that test out with"):
+        side.run([Job(files=["t.py"], options={})], tmp_path / "log", seconds=1)
+    assert has_ended(int((tmp_path / "pid").read_text("ascii")))
