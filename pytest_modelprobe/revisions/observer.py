@@ -25,7 +25,7 @@ from torch import nn
 
 from pytest_modelprobe._pytest import run_once
 from pytest_modelprobe._torch import tracing_state
-from pytest_modelprobe.models import derive, initialization, seeded
+from pytest_modelprobe.models import as_array, derive, initialization, seeded
 from pytest_modelprobe.runs import Watch
 
 from .recorder import Recorder, is_probed
@@ -162,7 +162,7 @@ class ModelObserver:
             found = function(*args, **kwargs)
             if not torch.compiler.is_compiling() and self._sees():
                 (given,) = (*args, *kwargs.values()) or (found,)
-                state = given.cpu().numpy().tobytes() if isinstance(given, torch.Tensor) else str(given).encode()
+                state = as_array(given.cpu()).tobytes() if isinstance(given, torch.Tensor) else str(given).encode()
                 self._seed = hashlib.sha256(state).hexdigest()
                 self._drawn.clear()
             return found

@@ -181,7 +181,7 @@ def test_each_process_gets_files_of_its_own_that_are_there(tmp_path: Path) -> No
     for name in ("a.py", "b.py", "c.py"):
         (tmp_path / name).touch()
     jobs: list[Job] = []
-    side = cast(Side, SimpleNamespace(run=lambda given, log: jobs.extend(given) or Ran()))
+    side = cast(Side, SimpleNamespace(run=lambda given, log, seconds: jobs.extend(given) or Ran()))
     tests = ["a.py::test_1", "a.py::test_2", "b.py::test_1", "c.py::test_1", "gone.py::test_1"]
     for processes, told in ((2, [["a.py", "c.py"], ["b.py"]]), (4, [["a.py"], ["b.py"], ["c.py"]])):
         jobs.clear()
