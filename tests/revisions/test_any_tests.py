@@ -128,6 +128,17 @@ TESTS = """
         assert not any(module._forward_hooks for module in net.modules())
 
 
+    def test_data_parallel(tmp_path, x):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            net = torch.nn.parallel.DistributedDataParallel(Encoder())
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            net(x).square().mean().backward()
+            optimizer.step()
+        finally:
+            torch.distributed.destroy_process_group()
+
+
     class TestAttention(unittest.TestCase):
         def test_shape(self):
             self.assertEqual(Attention(16)(torch.randn(1, 2, 16)).shape, (1, 2, 16))
@@ -159,10 +170,10 @@ def plain(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked: N
 def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project) -> None:
     plain.replace("src/net.py", *CHANGE)
     result = plain.run("--modelprobe-base=HEAD", "--modelprobe-json=results.json")
-    result.assert_outcomes(passed=12, failed=1)
+    result.assert_outcomes(passed=13, failed=1)
     said = text_of(result)
     # Three of the same seeds, and a model and two copies; not in the test that fails, nor in that of the hooks.
-    assert "10 tests ran 14 models of 2 classes: 14 changed\n" in said
+    assert "11 tests ran 15 models of 2 classes: 15 changed\n" in said
     assert "layers.*: own code changed between to_qkv and dropout x2: by" in said
     source = "  src/net.py:17 Attention.forward\n  - scale = self.dim_head ** -0.5\n  + scale = self.dim ** -0.5\n"
     assert source in said
@@ -179,10 +190,10 @@ def test_the_same_code_computes_the_same(plain: Project) -> None:
     arguments = ["--modelprobe-base=HEAD", "--deselect", "tests/test_net.py::test_that_fails"]
     result = plain.run(*arguments, "--modelprobe-base-all")
     assert result.ret == 0
-    assert "10 tests ran 14 models of 2 classes: 14 the same\n" in text_of(result)
+    assert "11 tests ran 15 models of 2 classes: 15 the same\n" in text_of(result)
     result = plain.run(*arguments)
     assert result.ret == 0
-    assert "10 tests not run there, for no file that they use differs" in result.outlines
+    assert "11 tests not run there, for no file that they use differs" in result.outlines
 
 
 def test_a_test_that_uses_no_file_that_differs_does_not_run_there(plain: Project) -> None:
@@ -245,6 +256,6 @@ def test_tests_that_run_no_model_of_their_own_compare_nothing(plain: Project) ->
 def test_workers_and_another_order_change_nothing(plain: Project, arguments: list[str]) -> None:
     pytest.importorskip("xdist")
     plain.replace("src/net.py", *CHANGE)
-    assert "10 tests ran 14 models of 2 classes: 14 changed\n" in text_of(
+    assert "11 tests ran 15 models of 2 classes: 15 changed\n" in text_of(
         plain.run("--modelprobe-base=HEAD", *arguments)
     )
