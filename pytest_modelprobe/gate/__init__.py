@@ -30,7 +30,9 @@ from .snapshot_sources import refuse_links as refuse_links
 from .snapshot_sources import removal_path as removal_path
 from .snapshot_sources import scope_in as scope_in
 from .snapshot_sources import without_ending as without_ending
-from .source import changed_source as changed_source
+from .source import Hunk as Hunk
+from .source import changed_methods as changed_methods
+from .source import source_lines as source_lines
 from .source import source_since as source_since
 from .verdict import Finding as Finding
 from .verdict import SnapshotChange as SnapshotChange

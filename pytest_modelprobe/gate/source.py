@@ -6,7 +6,7 @@ import ast
 import difflib
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,14 +40,8 @@ class Hunk(NamedTuple):
     """Each begins with ``- `` or ``+ ``."""
 
 
-def changed_source(
-    diagnosis: Diagnosis,
-    files: Mapping[str, str],
-    before: Before,
-    *,
-    more: Callable[[Hunk], Iterator[str]] | None = None,
-) -> Iterator[str]:
-    """Yield what differs in the source of the classes that the causes name, in at most 12 lines.
+def changed_methods(diagnosis: Diagnosis, files: Mapping[str, str], before: Before) -> list[Hunk]:
+    """Return the methods that differ of the classes that the causes name, each once.
 
     Where the class of a layer is as it was, it is the nearest container whose class differs.
 
@@ -55,20 +49,25 @@ def changed_source(
         diagnosis: The causes.
         files: The modules of the classes → their files.
         before: The source before.
-        more: Yields what else is said of a method that differs.
     """
-    record, left, told = diagnosis.comparison.actual, _MOST_LINES, set[str]()
-    for cause in (*diagnosis.causes, *diagnosis.possible):
-        for hunk in _hunks_of(cause, record, files, before):
-            if hunk.name in told or left < 2:
-                continue
-            told.add(hunk.name)
-            yield f"  {_relative(hunk.file)}:{hunk.line} {hunk.name}"
-            yield from (f"  {line}" for line in hunk.lines[:left])
-            if len(hunk.lines) > left:
-                yield f"  ... {len(hunk.lines) - left} more lines"
-            yield from () if more is None else more(hunk)
-            left -= len(hunk.lines)
+    record = diagnosis.comparison.actual
+    causes = (*diagnosis.causes, *diagnosis.possible)
+    found = {hunk.name: hunk for cause in reversed(causes) for hunk in _hunks_of(cause, record, files, before)[::-1]}
+    return list(found.values())[::-1]
+
+
+def source_lines(hunks: Iterable[Hunk], more: Callable[[Hunk], Iterator[str]] = lambda _: iter(())) -> Iterator[str]:
+    """Yield what differs in methods, in at most 12 lines of source, and what else ``more`` says of each."""
+    left = _MOST_LINES
+    for hunk in hunks:
+        if left < 2:
+            return
+        yield f"  {_relative(hunk.file)}:{hunk.line} {hunk.name}"
+        yield from (f"  {line}" for line in hunk.lines[:left])
+        if len(hunk.lines) > left:
+            yield f"  ... {len(hunk.lines) - left} more lines"
+        yield from more(hunk)
+        left -= len(hunk.lines)
 
 
 def source_since(diagnosis: Diagnosis, files: Mapping[str, str], snapshot: Path) -> list[str]:
@@ -93,7 +92,7 @@ def source_since(diagnosis: Diagnosis, files: Mapping[str, str], snapshot: Path)
             yield f"  and {len(found) - _MOST_COMMITS} earlier ones"
 
     try:
-        found = list(changed_source(diagnosis, files, before, more=commits)) if commit else []
+        found = list(source_lines(changed_methods(diagnosis, files, before), commits)) if commit else []
     except GitError:
         return []
     return [f"Since its snapshot was written, in {commit[:10]}:", *found] if found else []

@@ -432,7 +432,7 @@ def _pair_result(pair: Pair, root: Path) -> PairResult:
         pair: The pair.
         root: The folder to which the files of classes are relative.
     """
-    from pytest_modelprobe.report.results import PairResult
+    from pytest_modelprobe.report.results import PairResult, Source
     from pytest_modelprobe.revisions import pair_text
     from pytest_modelprobe.snapshot.outcome import shown_causes
 
@@ -452,4 +452,12 @@ def _pair_result(pair: Pair, root: Path) -> PairResult:
         moved=len(diagnosis.moved) if changed else 0,
         text=text,
         first=None if first is None else first.layer,
+        source=next(
+            (
+                Source(file=hunk.file.relative_to(root).as_posix(), line=hunk.line)
+                for hunk in pair.source
+                if hunk.file.is_relative_to(root)
+            ),
+            None,
+        ),
     )

@@ -283,14 +283,15 @@ class Annotations:
             (test, one, source)
             for test, one in found
             if one.verdict == "changed"
-            and (source := next(filter(None, (cause.source for cause in one.causes)), None)) is not None
+            and (source := next(filter(None, (getattr(one, "source", None), *(c.source for c in one.causes))), None))
         ]
         if located:
             from pytest_modelprobe.report.ci import MOST_ANNOTATIONS, command
 
             for test, one, source in located[:MOST_ANNOTATIONS]:
                 said, title = f"{test}: {one.first_line}", f"modelprobe: {one.model} changed"
-                text = command("error", said, file=source.file, line=source.line or 1, title=title)
+                level = "error" if hasattr(one, "snapshot") else "warning"  # beside a commit, changes are reported
+                text = command(level, said, file=source.file, line=source.line or 1, title=title)
                 terminalreporter.write_line(text)
         path = os.environ.get("GITHUB_STEP_SUMMARY")
         if whole is not None and path:

@@ -102,6 +102,8 @@ class PairResult(Compared):
     """Which record of the test, such as ``run 1``."""
     first: str | None = None
     """The layer whose output differs first, however little."""
+    source: Source | None = None
+    """The first line that differs in the source of a cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Literal
 
 from pytest_modelprobe.comparison import Comparison, Diagnosis, Parts, Precision, compare, diagnose
 from pytest_modelprobe.comparison import text as comparison_text
+from pytest_modelprobe.gate import Hunk, source_lines
 from pytest_modelprobe.record import Record, has_numbers, is_narrow
 from pytest_modelprobe.text import count, listed, pattern, printable
 
@@ -149,7 +150,7 @@ class Pair:
     diagnosis: Diagnosis
     first: Place | None = None
     """The first layer whose output differs, whatever the tolerance."""
-    source: tuple[str, ...] = ()
+    source: tuple[Hunk, ...] = ()
     """What differs in the source of the causes."""
 
     @property
@@ -244,7 +245,7 @@ def summary(pairs: Sequence[Pair]) -> str:
 def pair_text(pair: Pair) -> str:
     """Return the causes of a pair, with the source that differs below the first line."""
     opening, *table = comparison_text.text(pair.diagnosis).splitlines()
-    return "\n".join([opening, *map(printable, pair.source), *table])
+    return "\n".join([opening, *map(printable, source_lines(pair.source)), *table])
 
 
 def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:

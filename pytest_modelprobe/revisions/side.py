@@ -29,7 +29,7 @@ import pytest
 
 from pytest_modelprobe import child
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.gate import changed_source
+from pytest_modelprobe.gate import changed_methods
 from pytest_modelprobe.progress import progress
 
 from .pairs import Pair, Written, compare_records, judged, read_written
@@ -393,7 +393,7 @@ def side_by_side(
                 now[key] = now[key].replaced(dataclasses.replace(now[key].record, noise="not repeatable"))
     pairs = [judged(now[key], there[key]) for key in both]
     pairs = [
-        dataclasses.replace(pair, source=tuple(changed_source(pair.diagnosis, pair.here.sources, _source(pair.there))))
+        dataclasses.replace(pair, source=tuple(changed_methods(pair.diagnosis, pair.here.sources, _source(pair.there))))
         if pair.verdict == "changed"
         else pair
         for pair in pairs

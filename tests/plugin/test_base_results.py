@@ -86,7 +86,7 @@ def test_a_changed_model_is_in_every_report_although_its_test_passed(
     result.stdout.fnmatch_lines(
         [
             "2 tests ran 2 models of 2 classes: 1 changed, 1 the same",
-            "::error file=a_net.py,line=4,title=modelprobe%3A Net changed::test_a.py::test_net: *",
+            "::warning file=a_net.py,line=7,title=modelprobe%3A Net changed::test_a.py::test_net: *",
             "*2 passed, 1 model changed in *",
         ]
     )

@@ -184,6 +184,7 @@ def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project
     (pair,) = next(test["base"] for test in tests if test["id"].endswith("test_training"))
     assert (pair["record"], pair["model"], pair["verdict"]) == ("Encoder 1", "Encoder", "changed")
     assert source in pair["text"]
+    assert pair["source"] == {"file": "src/net.py", "line": 17}  # of the annotation
 
 
 def test_the_same_code_computes_the_same(plain: Project) -> None:
