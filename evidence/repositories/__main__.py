@@ -84,6 +84,8 @@ def main(arguments: Sequence[str]) -> None:
     kept = (
         RESULTS.read_text("utf-8").partition("\n## ")[0] if RESULTS.exists() else "# Commits of public repositories\n"
     )
+    if len(arguments) > 1:  # one repository is printed only
+        return
     RESULTS.write_text(f"{kept}\n## Commits\n\n" + "\n".join(table) + "\n", "utf-8")
 
 

@@ -159,23 +159,30 @@ class Repository:
         return [path for path, there in paths if there.is_file() and not there.is_symlink()]
 
     def last_commit_of(self, path: Path) -> str:
-        """Return the newest commit that changed a file; empty if there is none."""
-        return self._text("log", "-1", "--format=%H", "--", str(path))
+        """Return the newest commit that changed a file; empty if there is none, or git does not know it.
+
+        It does not where the file has changes that are not committed, and at the commit where a clone was cut off.
+        """
+        if self._text("status", "--porcelain", "--", str(path)):
+            return ""
+        commit = self._text("log", "-1", "--format=%H", "--", str(path))
+        return "" if self.shallow and commit in self._text("rev-list", "--max-parents=0", "HEAD").split() else commit
 
     def text_at(self, commit: str, path: Path) -> str | None:
         """Return a file as a commit has it, or `None` if it has no such file."""
         if not path.is_relative_to(self.root):
             return None
-        name = path.relative_to(self.root).as_posix()
-        found = self.files(commit).get(name)
-        return None if found is None else self.read([found])[found].decode("utf-8", "replace")
+        with contextlib.suppress(GitError):
+            name = f"{commit}:{path.relative_to(self.root).as_posix()}"
+            return self._git("cat-file", "blob", name).decode("utf-8", "replace")
+        return None
 
     def commits_since(self, commit: str, path: Path, first: int, last: int) -> list[str]:
         """Return the commits after another that changed lines of a file, newest first: hash, day, author, subject."""
-        lines = f"-L{first},{max(first, last)}:{path.relative_to(self.root).as_posix()}"
-        with contextlib.suppress(GitError):  # HEAD may have fewer lines than the file
-            return self._text("log", "-s", "--format=%h (%as, %an: %s)", lines, f"{commit}..HEAD").splitlines()
-        return []
+        if self.text_at("HEAD", path) != path.read_text("utf-8", "replace"):
+            return []  # its lines have other numbers there
+        lines = f"-L{first},{last}:{path.relative_to(self.root).as_posix()}"
+        return self._text("log", "-s", "--format=%h (%as, %an: %s)", lines, f"{commit}..HEAD").splitlines()
 
     def changed_files(self, commit: str) -> list[str]:
         """Return the paths of the files that differ between a commit and the working tree, untracked ones too."""
@@ -347,8 +354,10 @@ def declared_change(environment: Mapping[str, str]) -> str | None:
     labels, text = environment.get("CI_MERGE_REQUEST_LABELS", ""), environment.get("CI_MERGE_REQUEST_DESCRIPTION", "")
     names = [label.strip() for label in labels.split(",")]
     path = environment.get("GITHUB_EVENT_PATH")
-    if path and Path(path).is_file():
-        request = json.loads(Path(path).read_text("utf-8")).get("pull_request") or {}
+    with contextlib.suppress(
+        OSError, ValueError, LookupError, AttributeError, TypeError
+    ):  # no event, or not that of a pull request
+        request = json.loads(Path(path or "").read_text("utf-8"))["pull_request"] if path else {}
         names += [label.get("name", "") for label in request.get("labels") or ()]
         text = f"{text}\n{request.get('body') or ''}"
     if "model-change" in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,6 +82,7 @@ def source_since(diagnosis: Diagnosis, files: Mapping[str, str], snapshot: Path)
     except GitError:
         return []
 
+    @functools.cache
     def before(module: str) -> str | None:
         path = Path(files[module])
         return repository.text_at(commit, path) if commit else None
@@ -118,11 +120,12 @@ def _hunks(cls: str, file: Path, before: str) -> list[Hunk]:
     except (OSError, ValueError, SyntaxError):
         return []
     found = []
-    for name, own in now.items():
-        numbers, lines = list(own), list(own.values())
+    for name in {**now, **then}:
+        own = now.get(name, {})
+        numbers, lines = list(own) or [1], list(own.values())
         marked = list(difflib.unified_diff(list(then.get(name, {}).values()), lines, lineterm="", n=0))[2:]
         if marked:
-            first = int(marked[0].split("+")[1].split(",")[0].split()[0])  # 0 if all of it is new
+            first = int(marked[0].split("+")[1].split(",")[0].split()[0])  # 0 if lines before the first one are gone
             shown = [line for line in marked if not line.startswith("@@")]
             found.append(Hunk(file, numbers[max(first, 1) - 1], numbers[-1], f"{cls}.{name}", _dedented(shown)))
     return found

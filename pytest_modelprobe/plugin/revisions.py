@@ -282,7 +282,7 @@ class Sides:
         """Return what was compared as a whole, and the pairs of each test. None if it did not come to that."""
         from pytest_modelprobe.report.results import Base
 
-        if self._found is None and self._stopped is None:
+        if self._found is None and self._stopped is None and not self._left_out:
             return None, {}
         found = self._found
         whole = Base(
@@ -313,7 +313,7 @@ class Sides:
             return
         compared = [pair for pair in self._pairs if pair.verdict not in ("not repeatable", "not run")]
         fail_on = self._config.option.modelprobe_base_fail_on
-        if not (compared or self._left_out):
+        if not compared and (self._found is not None or self._stopped is not None):
             session.exitstatus = NOTHING_COMPARED
         elif any(pair.verdict == "changed" for pair in compared) and (
             fail_on == "changed" or (fail_on == "undeclared" and self._declared is None)

@@ -11,18 +11,22 @@ import functools
 import importlib.util
 import itertools
 import json
+import os
 import sys
+import types
 from collections.abc import Collection, Generator, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
-from .pairs import folder_of
+from pytest_modelprobe._pytest import fixtures_of
+
+from .pairs import folder_of, read_written
 
 _FILES = "files.json"
 
-_NO_CODE = (".pyc", ".md", ".rst", ".ipynb", ".svg", ".png")
+_NO_CODE = (".pyc", ".md", ".rst", ".ipynb")
 """Endings of files that no test reads, unless it was seen to open them."""
 
 
@@ -38,14 +42,16 @@ class TestFiles:
 
     def __init__(self, folder: Path, root: Path) -> None:
         self._folder, self._root = folder, root
-        self._tests: dict[str, tuple[Path, set[str]]] = {}
-        """Test → its file, and the files that were opened while it ran."""
+        self._tests: dict[str, tuple[set[Path], set[str]]] = {}
+        """Test → the files of it and of its fixtures, and the files that were opened while it ran."""
         self._opened: set[str] | None = None
         sys.addaudithook(self._receive)  # Python cannot take it off again
 
     def _receive(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._opened is not None and event == "open" and isinstance(args[0], str):
-            self._opened.add(str(Path.cwd() / args[0]))
+        opened = self._opened  # another thread may end the test
+        if opened is not None and event == "open" and isinstance(args[0], str):
+            with contextlib.suppress(OSError):  # the working directory may be gone
+                opened.add(os.path.realpath(args[0]))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -54,21 +60,36 @@ class TestFiles:
         try:
             return (yield)
         finally:
-            self._tests[item.nodeid], self._opened = (item.path.resolve(), self._opened), None
+            names = {one.func.__module__ for one in fixtures_of(item) if hasattr(one, "func")}
+            files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
+            starts = {item.path.resolve(), *(Path(file).resolve() for file in files if isinstance(file, str))}
+            self._tests[item.nodeid], self._opened = (starts, self._opened), None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
         """Write the files, when all that tests import is imported."""
         result = yield
-        for test, (path, opened) in self._tests.items():
-            above = [folder / "conftest.py" for folder in path.parents if folder.is_relative_to(self._root)]
-            starts = [path, *(file for file in above if file.is_file())]
+        for test, (starts, opened) in self._tests.items():
+            records = read_written(self._folder, test).values()
+            modules = {module: Path(file) for one in records for module, file in one.sources.items()}
+            if any(is_elsewhere(self._root, module, file) for module, file in modules.items()):
+                continue  # the comparison says so
+            sources = {*modules.values()}
+            above = (folder / "conftest.py" for file in starts for folder in file.parents)
+            starts |= {file for file in above if file.is_relative_to(self._root) and file.is_file()} | sources
             found = {*map(Path, opened), *(file for start in starts for file in imported_files(start))}
             names = sorted(file.relative_to(self._root).as_posix() for file in found if file.is_relative_to(self._root))
             place = folder_of(self._folder, test)
             place.mkdir(parents=True, exist_ok=True)
             (place / _FILES).write_text(json.dumps(names), "utf-8")
         return result
+
+
+def is_elsewhere(root: Path, module: str, file: Path) -> bool:
+    """Whether a module was imported from elsewhere, although a tree has one of its own."""
+    place = module.replace(".", "/")
+    own = (root / top / f"{place}{end}" for top in ("", "src") for end in (".py", "/__init__.py"))
+    return not file.is_relative_to(root) and any(path.is_file() for path in own)
 
 
 def is_affected(folder: Path, test: str, changed: Collection[str]) -> bool:
@@ -85,7 +106,11 @@ def is_affected(folder: Path, test: str, changed: Collection[str]) -> bool:
     if not path.is_file():
         return True
     read = set(json.loads(path.read_text("utf-8")))
-    return any(name in read or PurePosixPath(name).suffix not in (".py", *_NO_CODE) for name in changed)
+    known = (".py", *_NO_CODE)
+    return any(
+        name in read or PurePosixPath(name).suffix not in known or PurePosixPath(name).name == "conftest.py"
+        for name in changed
+    )
 
 
 @functools.cache
@@ -156,8 +181,9 @@ def _names(node: ast.AST, package: str, executed: bool) -> Iterator[str]:
             name = importlib.util.resolve_name("." * node.level + name, package) if node.level else name
         for alias in node.names:
             inside = f"{name}.{alias.name}"
-            found = getattr(sys.modules.get(name), alias.name, None)
-            yield inside if inside in sys.modules else str(getattr(found, "__module__", None) or name)
+            found = vars(sys.modules[name]).get(alias.name) if name in sys.modules else None
+            defined = found.__module__ if isinstance(found, type | types.FunctionType) else None
+            yield inside if inside in sys.modules else str(defined or name)
         if executed:
             yield name
 

@@ -23,8 +23,9 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_modelprobe._pytest import run_once
+from pytest_modelprobe._pytest import run_once, tear_down_before
 from pytest_modelprobe._torch import tracing_state
+from pytest_modelprobe.exceptions import UnsupportedModelError
 from pytest_modelprobe.models import as_array, derive, initialization, seeded
 from pytest_modelprobe.runs import Watch
 
@@ -181,7 +182,7 @@ class ModelObserver:
     # --- watches ------------------------------------------------------------------------------------------------------
 
     def _look_at(self, module: nn.Module) -> None:
-        """Watch the model that a module is part of, if it is new."""
+        """Watch the model that a module is part of, if it is new. Else close its watch after three calls."""
         watch = self._watches.get(id(module))
         if watch is not None:
             self._calls[watch] += 1
@@ -195,13 +196,14 @@ class ModelObserver:
         is_new = self._may_watch and not any(id(one) in self._watches for one in modules)
         if not is_new or all(type(one).__module__.partition(".")[0] == "torch" for one in modules):
             return
-        if len({*self._watches.values()}) == _MOST_MODELS:
-            self._recorder.unwatched(f"a test has more than {_MOST_MODELS} models")
-            return
         try:
+            if any(type(one).__name__ == "OptimizedModule" for one in modules):
+                raise UnsupportedModelError("it is compiled")
+            if len({*self._watches.values()}) == _MOST_MODELS:
+                raise UnsupportedModelError(f"its test has more than {_MOST_MODELS} models")
             watch = Watch(root)
         except Exception as error:  # noqa: BLE001 - what cannot be watched is counted, and fails no test
-            self._recorder.unwatched(f"{type(error).__name__}: {error}".partition("\n")[0])
+            self._recorder.unwatched(str(error).partition("\n")[0])
             return
         self._watches.update(dict.fromkeys(map(id, modules), watch))
         self._calls[watch] = 1
@@ -227,7 +229,8 @@ class ModelObserver:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Run a test, watched. If it fails, what follows is as if nobody had watched it."""
-        if not isinstance(item, pytest.Function) or is_probed(item):
+        if not isinstance(item, pytest.Function) or is_probed(item) or item.config.getoption("setuponly", False):
+            tear_down_before(item, None)  # fixtures of wider scope that were set up while they were watched
             return None
         self._end()
         self._replace_inits()
@@ -241,6 +244,7 @@ class ModelObserver:
         if failed is not None:
             self._recorder.discard()
             if self._reruns:
+                tear_down_before(item, None)
                 return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in reports:

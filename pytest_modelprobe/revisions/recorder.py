@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import shutil
 import sys
-import uuid
 from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,21 +117,28 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:
         """Write the watches of the test."""
-        asked = [watch for watch, key in self._watches if key is None]
+        watches, self._watches = self._watches, []
+        asked = [watch for watch, key in watches if key is None]
         for number, watch in enumerate(asked, 1):
             with contextlib.suppress(ModelProbeError):
                 self._write(f"watch {number}", watch.first_step if watch.steps else watch.first, watch.model)
         found: dict[str, tuple[Record, Any]] = {}
-        for watch, key in self._watches:
-            try:
-                if key is not None:
+        for watch, key in watches:
+            if key is not None:
+                with self._told():
                     found[key] = watch.first_step if watch.steps else watch.record, watch.model
-            except Exception as error:  # noqa: BLE001 - what cannot be recorded is counted, and fails no test
-                self._write_reason(f"{type(error).__name__}: {error}".partition("\n")[0])
         keys = self._keys_there(found)
         for key, (record, model) in found.items():
-            self._write(keys[key], record, model)
-        self._watches.clear()
+            with self._told():
+                self._write(keys[key], record, model)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Note why a model cannot be recorded: nobody asked for it, so it fails no test."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever a model raises
+            self._write_reason(f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def _keys_there(self, found: Mapping[str, tuple[Record, Any]]) -> dict[str, str]:
         """Return the keys by which the other side knows models that nobody asked to be watched.
@@ -145,8 +152,9 @@ class Recorder:
         keys = {}
         for like in (_alike, _of_one_class):
             for key, (record, _) in found.items():
-                partner = next((one for one in left.values() if like(one, record)), None) if key not in keys else None
-                if partner is not None:
+                candidates = filter(None, (left.get(key), *left.values()))
+                partner = next((one for one in candidates if like(one, record)), None)
+                if key not in keys and partner is not None:
                     keys[key] = left.pop(partner.key).key
         return {key: keys.get(key, f"{key}, of this side alone") for key in found}
 
@@ -155,7 +163,8 @@ class Recorder:
     def _write_reason(self, reason: str) -> None:
         folder = self._folder / _REASONS
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{uuid.uuid4().hex}.txt").write_text(f"{self._test}\n{reason}", "utf-8", "surrogateescape")
+        name = hashlib.sha256(f"{self._test}\n{reason}".encode(errors="surrogatepass")).hexdigest()
+        (folder / f"{name}.txt").write_text(f"{self._test}\n{reason}", "utf-8", "surrogateescape")
 
     def _write(self, key: str, record: Record, model: Any) -> None:
         if not self._test:  # a probe that a plugin made

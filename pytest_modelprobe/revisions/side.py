@@ -205,7 +205,7 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
         asked = [len(job.tests) if job.tests is not None else None for job in jobs]
         with contextlib.ExitStack() as stack:
             processes = [_Process(*self._started(stack, job, log / str(n))) for n, job in enumerate(jobs)]
-            total = asked[0] if len(asked) == 1 else max(filter(None, asked), default=None)
+            total = max(filter(None, asked), default=None)
             with progress("test on the other side", total) as each:
                 deque(each(_begun_by(processes, seconds)), maxlen=0)
             return functools.reduce(Ran.with_, [process.answer() for process in processes], Ran())
@@ -213,7 +213,8 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
     def _started(self, stack: contextlib.ExitStack, job: Job, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
         folder.mkdir(parents=True, exist_ok=True)
         told, answer, log = folder / "job.json", folder / ANSWER, folder / "log"
-        answer.unlink(missing_ok=True)
+        for left in (answer, folder / BEGUN):
+            left.unlink(missing_ok=True)
         tests = None if job.tests is None else sorted(job.tests)
         told.write_text(json.dumps({**dataclasses.asdict(job), "tests": tests}), "ascii")
         output = stack.enter_context(log.open("wb"))

@@ -22,6 +22,7 @@ from typing import Any
 from pytest_modelprobe.gate import GitError, Repository, run_git
 from pytest_modelprobe.interrupts import finished
 
+from .dependencies import is_elsewhere
 from .pairs import Pair, Written, judged, read_written
 from .side import Job, Side, SideError
 
@@ -94,9 +95,7 @@ class Worktree:
             SideError: There is such a record.
         """
         for module, file in dict.fromkeys(pair for one in records.values() for pair in one.sources.items()):
-            place = module.replace(".", "/")
-            own = [self.root / top / f"{place}{end}" for top in ("", "src") for end in (".py", "/__init__.py")]
-            if not Path(file).is_relative_to(self.root) and any(path.is_file() for path in own):
+            if is_elsewhere(self.root, module, Path(file)):
                 raise SideError(
                     f"nothing was compared: {module} was imported from {file}, and not from {self.root}, so both sides "
                     "are the same code. Something puts that folder before PYTHONPATH: look at conftest.py, and at how "

@@ -243,6 +243,65 @@ def test_a_new_argument_leaves_the_other_side_its_own_tests(plain: Project) -> N
     assert "2 tests ran 2 models of 1 class: 2 changed\n" in said
 
 
+def test_a_wider_fixture_is_made_anew_for_a_test_that_failed_while_it_was_watched(plain: Project) -> None:
+    plain.write(
+        "tests/test_golden.py",
+        """
+        import pytest, torch
+        from net import Encoder
+
+        @pytest.fixture(scope="module")
+        def golden():
+            torch.manual_seed(0)
+            return Encoder()
+
+        def test_number(golden):
+            torch.manual_seed(0)
+            assert torch.equal(golden.head.weight, Encoder().head.weight)
+            torch.manual_seed(0)
+            first = torch.nn.Linear(16, 48, bias=False).weight
+            assert torch.equal(golden.layers[0].to_qkv.weight, first)
+
+        def test_working_directory(golden, tmp_path, monkeypatch):
+            monkeypatch.chdir(tmp_path)
+            tmp_path.rmdir()
+            golden(torch.ones(1, 2, 16))
+            open(__file__).close()
+        """,
+    )
+    plain.commit("golden numbers")
+    plain.replace("src/net.py", *CHANGE)
+    result = plain.run("--modelprobe-base=HEAD", "tests/test_golden.py")
+    result.assert_outcomes(passed=2)
+    assert "1 test, as tests/test_golden.py::test_number: passes, but failed while" in text_of(result)
+
+
+def test_what_a_fixture_of_a_plugin_makes_and_a_registry_imports_is_a_dependency(plain: Project) -> None:
+    make = "def make(name):\n    return importlib.import_module(name).Encoder()\n"
+    plain.write("src/lib/__init__.py", f"import importlib\n\n{make}")
+    plain.write("src/made.py", "import pytest, net\n\n@pytest.fixture\ndef encoder():\n    return net.Encoder()\n")
+    plain.write("conftest.py", "pytest_plugins = ['made']\n")
+    plain.write(
+        "tests/test_made.py",
+        """
+        import lib, torch
+
+        def test_registry():
+            lib.make("net")(torch.ones(1, 2, 16))
+
+        def test_registry_again():
+            lib.make("net")(torch.ones(1, 2, 16))
+
+        def test_plugin(encoder):
+            encoder(torch.ones(1, 2, 16))
+        """,
+    )
+    plain.commit("made elsewhere")
+    plain.replace("src/net.py", *CHANGE)
+    said = text_of(plain.run("--modelprobe-base=HEAD", "tests/test_made.py"))
+    assert "3 tests ran 3 models of 1 class: 3 changed\n" in said
+
+
 def test_tests_that_run_no_model_of_their_own_compare_nothing(plain: Project) -> None:
     plain.write(
         "tests/test_net.py", "import torch\n\ndef test_linear():\n    torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"

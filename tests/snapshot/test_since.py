@@ -69,5 +69,7 @@ def test_a_changed_method_is_shown_with_the_commits_that_changed_it(
     assert f"\n\n{code}+ return x * self.factor + 1\n\nIntended? " in failure(pytester)  # which is not committed
     git("commit", "-q", "-a", "-m", "Add one")
     assert f"{code}+ return x * self.factor + 1\nin * (*, a: Add one)\n\nIntended? " in failure(pytester)
+    net.write_text("\n\n" + net.read_text().replace("factor + 1", "factor + 2"))
+    assert "in *" not in failure(pytester).partition("+ return")[2].partition("Intended")[0]  # lines have other numbers
     net.write_text(NET.replace("Scale(2.0)", "Scale(3.0)"))  # the class of the layer is as it was
     assert "net.py:16 Net.__init__\n- self.fc, self.scale = nn.Linear(8, 4), Scale(2.0)\n" in failure(pytester)
