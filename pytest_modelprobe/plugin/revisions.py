@@ -87,6 +87,7 @@ class Sides:
         self._config = config
         self._known: set[str] = set()
         self._failed: set[str] = set()
+        self._passed: set[str] = set()
         self._recorded: set[str] = set()
         self._found: SideBySide | None = None
         self._stopped: str | None = None
@@ -173,6 +174,8 @@ class Sides:
         self._known.add(report.nodeid)
         if report.failed:
             self._failed.add(report.nodeid)
+        if report.when == "call" and report.passed and not hasattr(report, "wasxfail"):
+            self._passed.add(report.nodeid)
         if getattr(report, "modelprobe", ()):
             self._recorded.add(report.nodeid)
 
@@ -239,7 +242,8 @@ class Sides:
             return side_by_side(here, ours, theirs, folder=self._folder, check=lambda *_: None)
         tree = stack.enter_context(Worktree(self._repository, self._commit))
         imports = import_roots(self._repository.root, tree.root)
-        theirs = self._tests_on(Side(self._python, tree.folder(started_in), imports), tree.path(root) or tree.root)
+        side = Side(self._python, tree.folder(started_in), imports, without=self._repository.root)
+        theirs = self._tests_on(side, tree.path(root) or tree.root)
         tree.take(self._files_of_tests(here))
         return side_by_side(here, ours, theirs, folder=self._folder, check=tree.check, own_tests=tree.clean)
 
@@ -403,8 +407,8 @@ class Sides:
         for test, why in read_reasons(self._folder / "here"):
             if why != FAILED:
                 tests.setdefault(f"has a model that is not watched: {why}", set()).add(test)
-            elif test not in self._failed:
-                tests.setdefault("passes, but failed while its models were watched: not compared", set()).add(test)
+            elif test in self._passed:
+                tests.setdefault("passes, but not while its models are watched: not compared", set()).add(test)
         for what, those in sorted(tests.items()):
             yield f"{count(len(those), 'test')}, as {min(those)}: {what}"
 

@@ -14,10 +14,11 @@ import contextlib
 import functools
 import hashlib
 import threading
+import types
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import pytest
 import torch
@@ -64,13 +65,18 @@ class ModelObserver:
         """Id of each module of a watched model → the watch, which keeps the module."""
         self._calls: Counter[Watch] = Counter()
         self._numbers: Counter[str] = Counter()
-        self._own_inits: WeakKeyDictionary[type[nn.Module], Any] = WeakKeyDictionary()
-        """The ``__init__`` of each class, `None` if it inherits it; all of them are replaced."""
+        self._inits: dict[int, tuple[type[nn.Module], Any, Any]] = {}
+        """Id of a class → the class, its own ``__init__`` and what is in its place; `None` if it has none."""
+        self._doors = contextlib.ExitStack()
+        """Puts everything back."""
 
     # --- doors --------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _installed(self) -> Iterator[None]:
+    def _open(self) -> None:
+        """Open the doors, if they are not open. They stay open until a test has to run untouched."""
+        if self._inits:
+            self._replace_inits()
+            return
         call = nn.Module.__call__
 
         @functools.wraps(call)
@@ -86,38 +92,36 @@ class ModelObserver:
             super(nn.Module, cls).__init_subclass__(**kwargs)
             self._replace_init(cls)
 
-        with contextlib.ExitStack() as stack:
+        def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+            self._doors.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
 
-            def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, function)
-
-            replace(nn.Module, "__call__", called)
-            for owner, name in _SEEDS:
-                replace(owner, name, self._setting_seed(getattr(owner, name)))
-            for owner, name in _COMPILERS:
-                replace(owner, name, self._closing(getattr(owner, name)))
-            stack.callback(self._put_inits_back)
-            # Not `__new__`: in CPython a class from which it was deleted takes no arguments any more.
-            stack.callback(delattr, nn.Module, "__init_subclass__")
-            nn.Module.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
-            self._replace_inits()
-            yield
+        replace(nn.Module, "__call__", called)
+        for owner, name in _SEEDS:
+            replace(owner, name, self._setting_seed(getattr(owner, name)))
+        for owner, name in _COMPILERS:
+            replace(owner, name, self._closing(getattr(owner, name)))
+        self._doors.callback(self._put_inits_back)
+        # Not `__new__`: in CPython a class from which it was deleted takes no arguments any more.
+        self._doors.callback(delattr, nn.Module, "__init_subclass__")
+        nn.Module.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+        self._replace_inits()
 
     def _replace_inits(self) -> None:
         """Replace the ``__init__`` of all classes that are new."""
         waiting: list[type[nn.Module]] = nn.Module.__subclasses__()
-        found = dict.fromkeys(waiting)
+        found = {id(cls): cls for cls in waiting}
         while waiting:
-            new = [cls for cls in waiting.pop().__subclasses__() if cls not in found]
-            found.update(dict.fromkeys(new))
-            waiting += new
-        for cls in found.keys() - {*self._own_inits}:
-            self._replace_init(cls)
+            new = {id(cls): cls for cls in waiting.pop().__subclasses__() if id(cls) not in found}
+            found |= new
+            waiting += new.values()
+        for key in found.keys() - self._inits.keys():
+            self._replace_init(found[key])
 
     def _replace_init(self, cls: type[nn.Module]) -> None:
-        own = self._own_inits[cls] = vars(cls).get("__init__")
-        if own is None or issubclass(cls, torch.jit.ScriptModule):
+        own = vars(cls).get("__init__")
+        self._inits[id(cls)] = cls, own, None
+        if not isinstance(own, types.FunctionType) or issubclass(cls, torch.jit.ScriptModule):
             return
 
         @functools.wraps(own)
@@ -130,13 +134,15 @@ class ModelObserver:
             there = ref(module)
             self._made.update((id(one), (ref(one), there)) for one in module.modules())
 
-        cls.__init__ = made  # type: ignore[assignment,method-assign]
+        with contextlib.suppress(Exception):  # a metaclass may refuse it
+            cls.__init__ = made  # type: ignore[assignment,method-assign]
+            self._inits[id(cls)] = cls, own, made
 
     def _put_inits_back(self) -> None:
-        for cls, own in list(self._own_inits.items()):
-            if own is not None:
+        for cls, own, made in self._inits.values():
+            if made is not None and vars(cls).get("__init__") is made:  # somebody may have replaced it since
                 cls.__init__ = own  # type: ignore[method-assign]
-        self._own_inits.clear()
+        self._inits.clear()
 
     def _sees(self) -> bool:
         is_here = threading.get_ident() == self._thread and tracing_state() is None
@@ -222,35 +228,43 @@ class ModelObserver:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
-        """Open the doors while tests run."""
-        with self._installed():
+        """Close the doors at the end."""
+        with self._doors:
             return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """Run a test, watched. If it fails, what follows is as if nobody had watched it."""
+        """Run a test, watched. Unless it passes, what follows is as if nobody had watched it."""
         if not isinstance(item, pytest.Function) or is_probed(item) or item.config.getoption("setuponly", False):
-            tear_down_before(item, None)  # fixtures of wider scope that were set up while they were watched
+            self._run_untouched(item)
             return None
         self._end()
-        self._replace_inits()
+        self._open()
         self._is_on, self._may_watch, self._seed = True, False, ""
         try:
             reports = run_once(item, nextitem)
         finally:
             self._is_on = False
             self._end()
-        failed = next((report for report in reports if report.failed), None)
-        if failed is not None:
+        passed = all(report.passed and not hasattr(report, "wasxfail") for report in reports)
+        if not passed:
             self._recorder.discard()
-            if self._reruns:
-                tear_down_before(item, None)
-                return None
+        # pytest-timeout has one timer for both runs: the second would have none.
+        timed_out = any(report.failed and "pytest-timeout" in report.longreprtext for report in reports)
+        if self._reruns and not passed and not timed_out:
+            self._run_untouched(item)
+            return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
+
+    def _run_untouched(self, item: pytest.Item) -> None:
+        """Close the doors, and tear down fixtures of wider scope that were set up behind them."""
+        if self._inits:
+            self._doors.close()
+            tear_down_before(item, None)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:

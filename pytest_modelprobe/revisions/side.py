@@ -143,12 +143,21 @@ class Side:
         python: The interpreter.
         directory: The directory in which it starts.
         imports: The folders from which it imports first.
+        without: A folder from which it does not import: the working tree, where it has a tree of its own.
     """
 
-    def __init__(self, python: str, directory: Path, imports: Iterable[Path] = ()) -> None:
+    def __init__(
+        self, python: str, directory: Path, imports: Iterable[Path] = (), *, without: Path | None = None
+    ) -> None:
         self._python, self._directory = python, directory
-        path = [*map(str, imports), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
+        given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        given = [entry for entry in given if without is None or not Path(entry).resolve().is_relative_to(without)]
+        self._environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([*map(str, imports), *given]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # Sets of texts have one order on each side and in each run.
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+        }
         if self._python != sys.executable:
             self._environment.pop("PYTHONHOME", None)
 

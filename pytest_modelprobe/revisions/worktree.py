@@ -275,7 +275,7 @@ class _Search:
         records = self._folder / name
         shutil.rmtree(records, ignore_errors=True)
         imports = import_roots(self._repository.root, self._tree.root)
-        side = Side(sys.executable, self._tree.folder(self._here), imports)
+        side = Side(sys.executable, self._tree.folder(self._here), imports, without=self._repository.root)
         given = [self._argument(argument) for argument in self._given]
         job = Job(
             files=[argument.partition("::")[0] if Path(argument).is_absolute() else argument for argument in given],
