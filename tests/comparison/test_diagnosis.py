@@ -1017,7 +1017,8 @@ def test_any_two_records_have_a_diagnosis_and_a_text(records: tuple[Record, Reco
     diagnosis = diagnose(comparison)
     assert text(diagnosis)
     told = bool(diagnosis.causes or diagnosis.possible or diagnosis.unknown)
-    assert told is not (comparison.same or (diagnosis.unchanged and bool(diagnosis.notes)))
+    assert not (comparison.same and told)
+    assert comparison.same or told or (diagnosis.unchanged and diagnosis.notes)  # no difference is left untold
 
 
 # --- containers that were rewritten -------------------------------------------------------------------------------
