@@ -317,11 +317,7 @@ def base_of_event(repository: Repository, environment: Mapping[str, str]) -> str
     Raises:
         GitError: The event has no base, or belongs to a different commit than the one that is checked out.
     """
-    name = environment.get("GITHUB_EVENT_NAME", "")
-    try:
-        event = json.loads(Path(environment.get("GITHUB_EVENT_PATH", "")).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise GitError(f"GITHUB_EVENT_PATH names no event that can be read: {_NAME_IT}") from error
+    name, event = environment.get("GITHUB_EVENT_NAME", ""), _event(environment)
     if name == "merge_group":
         return _at(event, "merge_group", "base_sha")
     if name == "push":
@@ -353,22 +349,31 @@ def declared_change(environment: Mapping[str, str]) -> str | None:
     """
     labels, text = environment.get("CI_MERGE_REQUEST_LABELS", ""), environment.get("CI_MERGE_REQUEST_DESCRIPTION", "")
     names = [label.strip() for label in labels.split(",")]
-    path = environment.get("GITHUB_EVENT_PATH")
-    with contextlib.suppress(
-        OSError, ValueError, LookupError, AttributeError, TypeError
-    ):  # no event, or not that of a pull request
-        request = json.loads(Path(path or "").read_text("utf-8"))["pull_request"] if path else {}
-        names += [label.get("name", "") for label in request.get("labels") or ()]
-        text = f"{text}\n{request.get('body') or ''}"
+    with contextlib.suppress(GitError):  # there is no event
+        event = _event(environment)
+        names += [_inside(label, "name") for label in _inside(event, "pull_request", "labels") or ()]
+        text = f"{text}\n{_inside(event, 'pull_request', 'body') or ''}"
     if "model-change" in names:
         return "the label model-change"
     lines = (line.strip() for line in text.splitlines())
     return next((line for line in lines if re.match(r"model change:\s*\S", line, re.IGNORECASE)), None)
 
 
+def _event(environment: Mapping[str, str]) -> Any:
+    try:
+        return json.loads(Path(environment.get("GITHUB_EVENT_PATH", "")).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise GitError(f"GITHUB_EVENT_PATH names no event that can be read: {_NAME_IT}") from error
+
+
 def _at(event: Any, *keys: str) -> str:
+    found = _inside(event, *keys)
+    if not isinstance(found, str) or not found:
+        raise GitError(f"the event has no {'.'.join(keys)}: {_NAME_IT}")
+    return found
+
+
+def _inside(event: Any, *keys: str) -> Any:
     for key in keys:
         event = event.get(key) if isinstance(event, dict) else None
-    if not isinstance(event, str) or not event:
-        raise GitError(f"the event has no {'.'.join(keys)}: {_NAME_IT}")
     return event

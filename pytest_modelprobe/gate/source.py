@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
 import os
@@ -76,28 +77,24 @@ def source_since(diagnosis: Diagnosis, files: Mapping[str, str], snapshot: Path)
 
     It is empty where git does not know, or nothing differs in these classes.
     """
-    try:
+    found: list[str] = []
+    with contextlib.suppress(GitError):
         repository = Repository(snapshot.parent)
         commit = repository.last_commit_of(snapshot)
-    except GitError:
-        return []
 
-    @functools.cache
-    def before(module: str) -> str | None:
-        path = Path(files[module])
-        return repository.text_at(commit, path) if commit else None
+        @functools.cache
+        def before(module: str) -> str | None:
+            return repository.text_at(commit, Path(files[module]))
 
-    def commits(hunk: Hunk) -> Iterator[str]:
-        found = repository.commits_since(commit, hunk.file, hunk.line, hunk.last)
-        yield from (f"  in {one}" for one in found[:_MOST_COMMITS])
-        if len(found) > _MOST_COMMITS:
-            yield f"  and {len(found) - _MOST_COMMITS} earlier ones"
+        def commits(hunk: Hunk) -> Iterator[str]:
+            since = repository.commits_since(commit, hunk.file, hunk.line, hunk.last)
+            yield from (f"  in {one}" for one in since[:_MOST_COMMITS])
+            if len(since) > _MOST_COMMITS:
+                yield f"  and {len(since) - _MOST_COMMITS} earlier ones"
 
-    try:
-        found = list(source_lines(changed_methods(diagnosis, files, before), commits)) if commit else []
-    except GitError:
-        return []
-    return [f"Since its snapshot was written, in {commit[:10]}:", *found] if found else []
+        lines = list(source_lines(changed_methods(diagnosis, files, before), commits)) if commit else []
+        found = [f"Since its snapshot was written, in {commit[:10]}:", *lines] if lines else []
+    return found
 
 
 def _hunks_of(cause: Cause, record: Record, files: Mapping[str, str], before: Before) -> list[Hunk]:

@@ -65,15 +65,8 @@ def build(factory: Callable[[], M], *, seed: int, rename: Mapping[str, str] | No
     """
     if isinstance(factory, nn.Module) or not callable(factory):
         raise UsageError(_no_factory(factory))
-    # Interrupts arrive in the factory and in the replay only: outside of them global states are put back.
     with held(), seeded(derive(seed, "build")):
-        log = _RandomLog(seed)
-        with log, _trunc_normal_logged_whole(log), interruptible():
-            model = factory()
-        if not isinstance(model, nn.Module):
-            raise UsageError(_no_factory(model, "a function that returned "))
-        with torch.no_grad(), without_torch_function(), interruptible():
-            _Replay(log, model, seed, rename or {}).run()
+        model: M = _drawn_by_name(factory, None, seed, rename or {})
     return model
 
 
@@ -86,11 +79,23 @@ def initialize(module: nn.Module, init: Callable[[], None], *, seed: int) -> Non
     torch.Size([2, 2])
     """
     with held(), seeded(seed):
-        log = _RandomLog(seed)
-        with log, _trunc_normal_logged_whole(log), interruptible():
-            init()
-        with torch.no_grad(), without_torch_function(), interruptible():
-            _Replay(log, module, seed, {}).run()
+        _drawn_by_name(init, module, seed, {})
+
+
+def _drawn_by_name(make: Callable[[], Any], module: nn.Module | None, seed: int, rename: Mapping[str, str]) -> Any:
+    """Call a function that makes a module, or the constructor of the given one, and draw its weights by name.
+
+    Interrupts arrive in the function and in the replay only: outside of them global states are put back.
+    """
+    log = _RandomLog(seed)
+    with log, _trunc_normal_logged_whole(log), interruptible():
+        made = make()
+    model = made if module is None else module
+    if not isinstance(model, nn.Module):
+        raise UsageError(_no_factory(model, "a function that returned "))
+    with torch.no_grad(), without_torch_function(), interruptible():
+        _Replay(log, model, seed, rename).run()
+    return model
 
 
 def _no_factory(value: object, kind: str = "") -> str:

@@ -7,7 +7,6 @@ is found before the first test, if it can be.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import sys
@@ -154,7 +153,7 @@ class Sides:
         recorder = Recorder(here)
         yield RECORDER, recorder
         yield "modelprobe-observer", observer_for(recorder, reruns=True)
-        if self._root is not None:
+        if self._root is not None and not self._config.option.modelprobe_base_all:
             yield "modelprobe-files", TestFiles(here, self._root)
 
     # --- this side ----------------------------------------------------------------------------------------------------
@@ -315,21 +314,16 @@ class Sides:
         """Fail the run if that is asked for, or nothing could be compared."""
         if not self._is_asked or session.exitstatus != pytest.ExitCode.OK:
             return
+        from pytest_modelprobe.gate import declared_change
+
         compared = [pair for pair in self._pairs if pair.verdict not in ("not repeatable", "not run")]
         fail_on = self._config.option.modelprobe_base_fail_on
         if not compared and (self._found is not None or self._stopped is not None):
             session.exitstatus = NOTHING_COMPARED
         elif any(pair.verdict == "changed" for pair in compared) and (
-            fail_on == "changed" or (fail_on == "undeclared" and self._declared is None)
+            fail_on == "changed" or (fail_on == "undeclared" and declared_change(os.environ) is None)
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    @functools.cached_property
-    def _declared(self) -> str | None:
-        """The label or line of the pull request that declares a change of models."""
-        from pytest_modelprobe.gate import declared_change
-
-        return declared_change(os.environ)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Write the section."""
@@ -359,20 +353,17 @@ class Sides:
 
         if self._stopped is not None:
             return self._stopped
-        found = self._found
+        found, whole = self._found, []
         told = [(len(self._left_out), "test", "not run there, for no file that they use differs")]
         if found is not None:
+            whole = [summary(found.pairs)]
+            elsewhere = self._recorded - found.tests - self._left_out
             told += [
                 (len(found.only_here), "test", "only here"),
                 (len(self._only_there), "test", "only there"),
                 (found.unpaired, "record", "of one side alone"),
-                (
-                    len(self._recorded - found.tests - self._left_out),
-                    "test",
-                    "not compared, for it runs in several processes",
-                ),
+                (len(elsewhere), "test", "not compared, for it runs in several processes"),
             ]
-        whole = [] if found is None else [summary(self._pairs)]
         return "; ".join([*whole, *(f"{count(n, noun)} {what}" for n, noun, what in told if n)])
 
     def _lines(self) -> Iterator[str]:

@@ -71,13 +71,15 @@ class TestFiles:
         result = yield
         for test, (starts, opened) in self._tests.items():
             records = read_written(self._folder, test).values()
+            if not records:  # it is not compared
+                continue
             modules = {module: Path(file) for one in records for module, file in one.sources.items()}
             if any(is_elsewhere(self._root, module, file) for module, file in modules.items()):
                 continue  # the comparison says so
             sources = {*modules.values()}
             above = (folder / "conftest.py" for file in starts for folder in file.parents)
             starts |= {file for file in above if file.is_relative_to(self._root) and file.is_file()} | sources
-            found = {*map(Path, opened), *(file for start in starts for file in imported_files(start))}
+            found = {*map(Path, opened)}.union(*map(imported_files, starts))
             names = sorted(file.relative_to(self._root).as_posix() for file in found if file.is_relative_to(self._root))
             place = folder_of(self._folder, test)
             place.mkdir(parents=True, exist_ok=True)
@@ -139,8 +141,9 @@ def _bytes(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def imported_files(file: Path, *, executed: bool = True) -> Iterator[Path]:
-    """Yield a file of Python and those that it imports, and so on, but for installed packages.
+@functools.cache
+def imported_files(file: Path, *, executed: bool = True) -> frozenset[Path]:
+    """Return a file of Python and those that it imports, and so on, but for installed packages.
 
     Args:
         file: The file.
@@ -150,11 +153,10 @@ def imported_files(file: Path, *, executed: bool = True) -> Iterator[Path]:
     found = {file}
     waiting = [file]
     while waiting:
-        one = waiting.pop()
-        yield one
-        new = {*_imports(one, executed)} - found
+        new = {*_imports(waiting.pop(), executed)} - found
         found |= new
         waiting += new
+    return frozenset(found)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe._pytest import run_once, tear_down_before
-from pytest_modelprobe._torch import tracing_state
+from pytest_modelprobe._torch import compiled, tracing_state
 from pytest_modelprobe.exceptions import UnsupportedModelError
 from pytest_modelprobe.models import as_array, derive, initialization, seeded
 from pytest_modelprobe.runs import Watch
@@ -203,7 +203,7 @@ class ModelObserver:
         if not is_new or all(type(one).__module__.partition(".")[0] == "torch" for one in modules):
             return
         try:
-            if any(type(one).__name__ == "OptimizedModule" for one in modules):
+            if any(compiled(one) is not None for one in modules):
                 raise UnsupportedModelError("it is compiled")
             if len({*self._watches.values()}) == _MOST_MODELS:
                 raise UnsupportedModelError(f"its test has more than {_MOST_MODELS} models")
@@ -238,7 +238,6 @@ class ModelObserver:
         if not isinstance(item, pytest.Function) or is_probed(item) or item.config.getoption("setuponly", False):
             self._run_untouched(item)
             return None
-        self._end()
         self._open()
         self._is_on, self._may_watch, self._seed = True, False, ""
         try:

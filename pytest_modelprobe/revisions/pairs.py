@@ -15,7 +15,7 @@ from typing import Literal
 
 from pytest_modelprobe.comparison import Comparison, Diagnosis, Parts, Precision, compare, diagnose
 from pytest_modelprobe.comparison import text as comparison_text
-from pytest_modelprobe.gate import Hunk, source_lines
+from pytest_modelprobe.gate import Hunk, changed_methods, source_lines
 from pytest_modelprobe.record import Record, has_numbers, is_narrow
 from pytest_modelprobe.text import count, listed, pattern, printable
 
@@ -68,10 +68,15 @@ class Written:
         """The record as JSON."""
         return json.dumps(self.record.to_dict(), allow_nan=False)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """The same for records that are equal."""
         return self._digest or hashlib.sha256(self.text.encode()).hexdigest()
+
+    def source(self, module: str) -> str | None:
+        """Return the source of a module, or `None` if its file is not there."""
+        path = Path(self.sources.get(module, ""))
+        return path.read_text("utf-8", "replace") if path.is_file() else None
 
     def replaced(self, record: Record, *, evidence: bool | None = None) -> Written:
         """Return the same with another record."""
@@ -183,17 +188,18 @@ def judged(here: Written, there: Written) -> Pair:
     exact = there.record.noise and not is_narrow(there.record)  # where float32 is narrow no more, its noise is 0
     found = compare_records(here.record, there.record, "exact" if exact else "measured")
     pair = Pair(here, there, "unchanged", diagnose(found), first_difference(found))
+    source: list[Hunk] = []
     if pair.unrepeatable:
         verdict: Verdict = "not repeatable"
     elif not pair.diagnosis.same:
-        verdict = "changed"
+        verdict, source = "changed", changed_methods(pair.diagnosis, here.sources, there.source)
     elif not (here.has_run or there.has_run):
         verdict = "not run"  # a watch that saw no forward
     elif pair.first is not None:
         verdict = "rounding"
     else:
         verdict = "rewritten" if pair.diagnosis.notes else "unchanged"
-    return dataclasses.replace(pair, verdict=verdict)
+    return dataclasses.replace(pair, verdict=verdict, source=tuple(source))
 
 
 @functools.cache

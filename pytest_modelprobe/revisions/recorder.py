@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import operator
 import shutil
 import sys
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.record import Record, is_narrow
 
 from .dependencies import code_differs
-from .pairs import Written, compare_records, folder_of, names_of_layers, read_one, read_written
+from .pairs import Written, compare_records, folder_of, read_one, read_written
 
 _REASONS = "reasons"
 """The folder, in a folder of records, of the reasons why models are not watched."""
@@ -80,7 +81,7 @@ class Recorder:
             model: The model.
         """
         self._made += 1
-        self._write(f"{kind} {self._made}", record, model)
+        self._write(self._plain(f"{kind} {self._made}", record, model))
 
     def watched(self, watch: Any, key: str | None = None) -> None:
         """Note a watch, whose record is written when the test ends.
@@ -92,13 +93,16 @@ class Recorder:
         self._watches.append((watch, key))
 
     def unwatched(self, reason: str) -> None:
-        """Note that a model of the test is not watched."""
-        self._write_reason(reason)
+        """Note why a model of the test is not watched, once."""
+        folder = self._folder / _REASONS
+        folder.mkdir(parents=True, exist_ok=True)
+        name = hashlib.sha256(f"{self._test}\n{reason}".encode(errors="surrogatepass")).hexdigest()
+        (folder / f"{name}.txt").write_text(f"{self._test}\n{reason}", "utf-8", "surrogateescape")
 
     def discard(self) -> None:
         """Take back what the test recorded, as it failed."""
         shutil.rmtree(folder_of(self._folder, self._test), ignore_errors=True)
-        self._write_reason(FAILED)
+        self.unwatched(FAILED)
 
     # --- what pytest calls --------------------------------------------------------------------------------------------
 
@@ -121,16 +125,19 @@ class Recorder:
         asked = [watch for watch, key in watches if key is None]
         for number, watch in enumerate(asked, 1):
             with contextlib.suppress(ModelProbeError):
-                self._write(f"watch {number}", watch.first_step if watch.steps else watch.first, watch.model)
-        found: dict[str, tuple[Record, Any]] = {}
+                record = watch.first_step if watch.steps else watch.first
+                self._write(self._plain(f"watch {number}", record, watch.model))
+        found: list[Written] = []
         for watch, key in watches:
             if key is not None:
                 with self._told():
-                    found[key] = watch.first_step if watch.steps else watch.record, watch.model
-        keys = self._keys_there(found)
-        for key, (record, model) in found.items():
+                    record = watch.first_step if watch.steps else watch.record
+                    found.append(self._plain(key, record, watch.model))
+        if self._beside is not None:
+            _take_keys(found, read_written(self._beside, self._test).values())
+        for plain in found:
             with self._told():
-                self._write(keys[key], record, model)
+                self._write(plain)
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -138,38 +145,17 @@ class Recorder:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever a model raises
-            self._write_reason(f"{type(error).__name__}: {error}".partition("\n")[0])
-
-    def _keys_there(self, found: Mapping[str, tuple[Record, Any]]) -> dict[str, str]:
-        """Return the keys by which the other side knows models that nobody asked to be watched.
-
-        A side may make or call other models of a class first. So models are paired by class and names of layers, and
-        what is left by class, both in their order.
-        """
-        if self._beside is None:
-            return {key: key for key in found}
-        left = {one.key: one for one in read_written(self._beside, self._test).values()}
-        keys = {}
-        for like in (_alike, _of_one_class):
-            for key, (record, _) in found.items():
-                candidates = filter(None, (left.get(key), *left.values()))
-                partner = next((one for one in candidates if like(one, record)), None)
-                if key not in keys and partner is not None:
-                    keys[key] = left.pop(partner.key).key
-        return {key: keys.get(key, f"{key}, of this side alone") for key in found}
+            self.unwatched(f"{type(error).__name__}: {error}".partition("\n")[0])
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def _write_reason(self, reason: str) -> None:
-        folder = self._folder / _REASONS
-        folder.mkdir(parents=True, exist_ok=True)
-        name = hashlib.sha256(f"{self._test}\n{reason}".encode(errors="surrogatepass")).hexdigest()
-        (folder / f"{name}.txt").write_text(f"{self._test}\n{reason}", "utf-8", "surrogateescape")
+    def _plain(self, key: str, record: Record, model: Any) -> Written:
+        return Written(self._test, key, record, dict(_sources(model)))
 
-    def _write(self, key: str, record: Record, model: Any) -> None:
+    def _write(self, plain: Written) -> None:
         if not self._test:  # a probe that a plugin made
             return
-        plain = written = Written(self._test, key, record, dict(_sources(model)))
+        written = plain
         if self._like is not None and (like := read_one(self._like, plain.test, plain.key)) is not None:
             written = _with_evidence_like(plain, like)
         elif self._beside is not None and (beside := read_one(self._beside, plain.test, plain.key)) is not None:
@@ -179,12 +165,23 @@ class Recorder:
         written.write(self._folder)
 
 
-def _alike(one: Written, record: Record) -> bool:
-    return _of_one_class(one, record) and one.layers == names_of_layers(record)
+def _take_keys(here: Sequence[Written], there: Iterable[Written]) -> None:
+    """Give records the keys by which the other side knows the models, which nobody asked to be watched.
 
-
-def _of_one_class(one: Written, record: Record) -> bool:
-    return one.model == record.model
+    A side may make or call other models of a class first. So models are paired by class and names of layers, and what
+    is left by class: one of the same key, or else the first.
+    """
+    unpaired, left = list(here), {one.key: one for one in there}
+    for fields in (("model", "layers"), ("model",)):
+        like = operator.attrgetter(*fields)
+        for one in unpaired[:]:
+            candidates = filter(None, (left.get(one.key), *left.values()))
+            partner = next((other for other in candidates if like(other) == like(one)), None)
+            if partner is not None:
+                one.key = left.pop(partner.key).key
+                unpaired.remove(one)
+    for one in unpaired:
+        one.key += ", of this side alone"
 
 
 def _with_evidence(plain: Written) -> Written:
@@ -197,15 +194,16 @@ def _with_evidence(plain: Written) -> Written:
 
 def _with_evidence_if_differing(there: Written, here: Written) -> Written:
     """Return a record of the side that runs second."""
-    same = there.digest == here.digest or compare_records(here.record, there.record).same
-    narrow = there.digest != here.digest and is_narrow(there.record)
-    return there if same and not narrow and not _may_hide_code(there, here) else _with_evidence(there)
+    differs = there.digest != here.digest and (
+        is_narrow(there.record) or not compare_records(here.record, there.record).same
+    )
+    return _with_evidence(there) if differs or _may_hide_code(there, here) else there
 
 
 def _may_hide_code(there: Written, here: Written) -> bool:
     """Whether the code of a layer differs that may change without changing any other number, for a zero hides it."""
     layers = () if there.record.live_run is None else layers_behind_zeros(there.record)
-    modules = {there.record.layers[name].type.rpartition(".")[0] for name in layers if name in there.record.layers}
+    modules = {there.record.layers[name].type.rpartition(".")[0] for name in layers}
     files = [(here.sources.get(name), there.sources.get(name)) for name in modules]
     return any(ours is None or theirs is None or code_differs(ours, theirs) for ours, theirs in files)
 

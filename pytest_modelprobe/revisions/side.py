@@ -29,7 +29,6 @@ import pytest
 
 from pytest_modelprobe import child
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.gate import changed_methods
 from pytest_modelprobe.progress import progress
 
 from .pairs import Pair, Written, compare_records, judged, read_written
@@ -43,6 +42,10 @@ ANSWER, BEGUN = "ran.json", "begun"
 
 _TIMES = 10
 """How many times as long as here the tests may take on the other side, and a minute more."""
+
+
+_POLLED_EVERY = 0.5
+"""Seconds between two looks at how far the other side is."""
 
 
 class SideError(ModelProbeError):
@@ -211,15 +214,13 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
         Raises:
             SideError: A process ended without an answer, or did not end.
         """
-        asked = [len(job.tests) if job.tests is not None else None for job in jobs]
-        with contextlib.ExitStack() as stack:
-            processes = [_Process(*self._started(stack, job, log / str(n))) for n, job in enumerate(jobs)]
-            total = max(filter(None, asked), default=None)
-            with progress("test on the other side", total) as each:
-                deque(each(_begun_by(processes, seconds)), maxlen=0)
-            return functools.reduce(Ran.with_, [process.answer() for process in processes], Ran())
+        total = sum(len(job.tests or ()) for job in jobs[:1])  # each is told all of them
+        with contextlib.ExitStack() as stack, progress("test on the other side", total or None) as each:
+            processes = [self._started(stack, job, log / str(number)) for number, job in enumerate(jobs)]
+            deque(each(_begun_by(processes, seconds)), maxlen=0)
+            return functools.reduce(Ran.with_, (one.ran for one in processes if one.ran is not None), Ran())
 
-    def _started(self, stack: contextlib.ExitStack, job: Job, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    def _started(self, stack: contextlib.ExitStack, job: Job, folder: Path) -> _Process:
         folder.mkdir(parents=True, exist_ok=True)
         told, answer, log = folder / "job.json", folder / ANSWER, folder / "log"
         for left in (answer, folder / BEGUN):
@@ -237,15 +238,17 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
             start_new_session=True,
         )
         stack.callback(_end, process)
-        return process, folder
+        return _Process(process, folder)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Process:
     """A process of the other side, and the folder of its files."""
 
     process: subprocess.Popen[bytes]
     folder: Path
+    ran: Ran | None = None
+    """What became of its tests, once it has ended."""
 
     @property
     def begun(self) -> list[str]:
@@ -253,36 +256,37 @@ class _Process:
         file = self.folder / BEGUN
         return file.read_text("utf-8", "replace").splitlines() if file.is_file() else []
 
-    def answer(self) -> Ran:
-        """Return what became of its tests, when it has ended."""
-        answer = self.folder / ANSWER
-        if not answer.is_file():
-            said = _last_line((self.folder / "log").read_text("utf-8", "replace"))
-            code = self.process.returncode
-            raise SideError(f"the other side ended without an answer, with exit code {code}: {said}")
-        return Ran(**json.loads(answer.read_text("ascii")))
+    def look(self) -> None:
+        """Read the answer if the process has ended. One that ended without an answer is an error."""
+        if self.ran is None and self.process.poll() is not None:
+            answer = self.folder / ANSWER
+            if not answer.is_file():
+                said = _last_line((self.folder / "log").read_text("utf-8", "replace"))
+                code = self.process.returncode
+                raise SideError(f"the other side ended without an answer, with exit code {code}: {said}")
+            self.ran = Ran(**json.loads(answer.read_text("ascii")))
 
 
-def _begun_by(processes: Sequence[_Process], seconds: float | None) -> Iterator[str]:
-    """Yield the tests as they begin, until all processes have ended."""
-    seen, until = 0, None if seconds is None else time.monotonic() + seconds
+def _begun_by(processes: Sequence[_Process], seconds: float | None) -> Iterator[None]:
+    """Yield once for each test that begins, until all processes have ended."""
+    seen, until = 0, math.inf if seconds is None else time.monotonic() + seconds
     while True:
-        running = [one for one in processes if one.process.poll() is None]
-        for ended in (one for one in processes if one not in running):
-            ended.answer()  # without one, nobody waits for the others
-        begun = [test for one in processes for test in one.begun]
-        yield from begun[seen:]
-        seen = len(begun)
+        for one in processes:
+            one.look()
+        running = [one for one in processes if one.ran is None]
+        begun = [one.begun for one in processes]
+        yield from [None] * (sum(map(len, begun)) - seen)
+        seen = sum(map(len, begun))
         if not running:
             return
-        if until is not None and time.monotonic() > until:
-            last = next((one.begun[-1] for one in running if one.begun), "no test yet")
+        if time.monotonic() > until:
+            last = next((tests[-1] for one in running if (tests := one.begun)), "no test yet")
             raise SideError(
                 f"the other side did not end within {seconds:.0f} s, {_TIMES} times as long as the tests took here: it "
                 f"ran {last}. Leave that test out with --deselect"
             )
         with contextlib.suppress(subprocess.TimeoutExpired):
-            running[0].process.wait(0.1)
+            running[0].process.wait(_POLLED_EVERY)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -402,21 +406,7 @@ def side_by_side(
                 # The same code ran twice.
                 now[key] = now[key].replaced(dataclasses.replace(now[key].record, noise="not repeatable"))
     pairs = [judged(now[key], there[key]) for key in both]
-    pairs = [
-        dataclasses.replace(pair, source=tuple(changed_methods(pair.diagnosis, pair.here.sources, _source(pair.there))))
-        if pair.verdict == "changed"
-        else pair
-        for pair in pairs
-    ]
     return SideBySide(tests=tests, pairs=pairs, ran=ran, only_here=sorted(only_here), unpaired=unpaired)
-
-
-def _source(there: Written) -> Callable[[str], str | None]:
-    def before(module: str) -> str | None:
-        path = Path(there.sources.get(module, ""))
-        return path.read_text("utf-8", "replace") if path.is_file() else None
-
-    return before
 
 
 def _without_evidence(one: Written, why: str) -> Written:
