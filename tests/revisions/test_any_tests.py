@@ -187,6 +187,12 @@ def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project
     assert pair["source"] == {"file": "src/net.py", "line": 17}  # of the annotation
 
 
+def test_a_layer_that_is_added_changes_no_weight_of_the_others(plain: Project) -> None:
+    plain.replace("src/net.py", "self.layers =", "self.extra = nn.Linear(3, 3)\n        self.layers =")
+    said = text_of(plain.run("--modelprobe-base=HEAD", "-k", "test_shared_again"))
+    assert "\noutput unchanged; structure differs in 1 place: extra added: Linear" in said
+
+
 def test_the_same_code_computes_the_same(plain: Project) -> None:
     arguments = ["--modelprobe-base=HEAD", "--deselect", "tests/test_net.py::test_that_fails"]
     result = plain.run(*arguments, "--modelprobe-base-all")
