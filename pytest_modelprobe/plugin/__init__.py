@@ -217,7 +217,7 @@ def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterat
 
     settings = request.config.stash[SETTINGS]
     options = settings.options_of_probe(modelprobe_device)
-    recorder = request.config.pluginmanager.get_plugin(revisions.RECORDER)
+    recorder = request.config.pluginmanager.get_plugin("modelprobe-recorder")
     with ModelProbe(modelprobe_device, _seed_of(request.node), recorder=recorder, **options) as probe:
         probe.shows_layers = not settings.has_records and shows_first_use(request.config)
         yield probe
@@ -237,7 +237,7 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
 
         def make() -> ModelProbe:
             options = settings.options_of_probe(modelprobe_device)
-            recorder = request.config.pluginmanager.get_plugin(revisions.RECORDER)
+            recorder = request.config.pluginmanager.get_plugin("modelprobe-recorder")
             probe = probes.enter_context(ModelProbe(modelprobe_device, settings.seed, recorder=recorder, **options))
             settings.shared_probes.append(probe)
             return probe

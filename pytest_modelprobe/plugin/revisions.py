@@ -1,7 +1,7 @@
-"""`--modelprobe-base` and `--modelprobe-base-python`: the tests run on another side too, and the records are compared.
+"""`--modelprobe-base` and `--modelprobe-base-python`: tests run on another side too, and their models are compared.
 
-The other side runs after the tests of this one, with those of them that recorded something. What can be wrong with it
-is found before the first test, if it can be.
+The run itself is as it is without these options. After it, tests that passed run in processes of their own, on this
+side and on the other, and their models are watched there. What can be wrong is found before the first test, if it can.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ import pytest
 if TYPE_CHECKING:
     from pytest_modelprobe.gate import Repository
     from pytest_modelprobe.report.results import Base, PairResult
-    from pytest_modelprobe.revisions import Pair, Records, Side, SideBySide, TestsOn
+    from pytest_modelprobe.revisions import Pair, Side, SideBySide, TestsOn
 
-_RECORDS = "modelprobe_records"
+_FOLDER = "modelprobe_folder"
 """Tells a worker of xdist where to write."""
 
 _ROOT = "modelprobe_repository"
 """Tells it the root of the repository."""
-
-RECORDER = "modelprobe-recorder"
-"""The name of the plugin that writes the records of a run beside those of another side."""
 
 NOTHING_COMPARED = 16
 """The exit code of pytest where tests passed, and no model could be compared."""
@@ -45,7 +42,8 @@ def add_options(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-base",
         metavar="REF",
-        help="after the tests, run them with the code of the merge base of HEAD and REF too, and compare their models",
+        help="after the tests, run them with this code and with that of the merge base of HEAD and REF, and compare "
+        "their models",
     )
     group.addoption(
         "--modelprobe-base-python",
@@ -55,7 +53,7 @@ def add_options(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-base-all",
         action="store_true",
-        help="run all tests with models there, also those that use no file that differs",
+        help="compare the models of all tests, also of those that use no file that differs",
     )
     group.addoption(
         "--modelprobe-base-fail-on",
@@ -98,11 +96,11 @@ class Sides:
         self._versions: dict[str, tuple[str, str]] = {}
         self._repository: Repository | None = None
         self._left_out: set[str] = set()
-        """Tests that do not run there, for they use no file that differs."""
+        """Tests that do not run again, for they use no file that differs."""
         worker = getattr(config, "workerinput", None)
         self._root = Path(worker[_ROOT]) if worker and worker[_ROOT] else None
         """The root of the repository, if the other side is a commit of it."""
-        self._folder = Path(worker[_RECORDS] if worker else tempfile.mkdtemp(prefix="modelprobe-records-"))
+        self._folder = Path(worker[_FOLDER] if worker else tempfile.mkdtemp(prefix="modelprobe-records-"))
         if worker is None:
             config.add_cleanup(lambda: shutil.rmtree(self._folder, ignore_errors=True))
             self._begin()
@@ -146,22 +144,18 @@ class Sides:
         return " under ".join(parts)
 
     def plugins(self) -> Iterator[tuple[str, object]]:
-        """Yield what writes the records of this side, by name."""
-        from pytest_modelprobe.revisions import Recorder, TestFiles, observer_for
+        """Yield what else looks on while the tests run, by name."""
+        from pytest_modelprobe.revisions import TestFiles
 
-        here = self._folder / "here"
-        recorder = Recorder(here)
-        yield RECORDER, recorder
-        yield "modelprobe-observer", observer_for(recorder, reruns=True)
         if self._root is not None and not self._config.option.modelprobe_base_all:
-            yield "modelprobe-files", TestFiles(here, self._root)
+            yield "modelprobe-files", TestFiles(self._folder, self._root)
 
     # --- this side ----------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Tell the workers of xdist where to write."""
-        node.workerinput[_RECORDS] = str(self._folder)
+        node.workerinput[_FOLDER] = str(self._folder)
         node.workerinput[_ROOT] = str(self._root or "")
 
     def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
@@ -196,64 +190,74 @@ class Sides:
     def _compare(self) -> None:
         from pytest_modelprobe.gate import GitError
         from pytest_modelprobe.progress import listening
-        from pytest_modelprobe.revisions import SideError, read_written
+        from pytest_modelprobe.revisions import SideError
         from pytest_modelprobe.text import count
 
-        here = self._affected(read_written(self._folder / "here"))
-        if not here:
+        if not (tests := self._affected(self._passed | self._recorded)):
             if not self._left_out:
-                self._stopped = (
-                    "nothing was compared: no test that passed makes or calls a model of your own classes, nor records "
-                    "one through the fixture modelprobe"
-                )
+                self._stopped = "nothing was compared: no test passed"
             return
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            tests = count(len({test for test, _ in here}), "test")
-            reporter.write_line(f"\nmodelprobe: {tests} with models again, at {self.name} ...")
+            reporter.write_line(f"\nmodelprobe: {count(len(tests), 'test')} again, here and at {self.name} ...")
         try:
             with contextlib.ExitStack() as stack:
                 if (line := self._config.pluginmanager.get_plugin("modelprobe-progress")) is not None:
                     stack.enter_context(listening(line))
-                self._found = self._compared(stack, here)
+                self._found = self._compared(stack, tests)
         except (GitError, SideError) as error:
             self._stopped = str(error)
+        if self._found is not None and not self._found.tests and not self._found.here.unread:
+            self._stopped = (
+                "nothing was compared: no test that passed makes or calls a model of your own classes, nor records "
+                "one through the fixture modelprobe"
+            )
 
-    def _affected(self, here: Records) -> Records:
-        """Return the records of the tests that may depend on a file that differs."""
+    def _affected(self, tests: set[str]) -> set[str]:
+        """Return those of some tests that may depend on a file that differs."""
         from pytest_modelprobe.revisions import is_affected
 
-        if self._repository is None or self._config.option.modelprobe_base_python is not None:
-            return here
-        if not self._config.option.modelprobe_base_all:
-            changed = self._repository.changed_files(self._commit)
-            tests = {test for test, _ in here}
-            self._left_out = {test for test in tests if not is_affected(self._folder / "here", test, changed)}
-        return {key: one for key, one in here.items() if key[0] not in self._left_out}
+        option = self._config.option
+        if self._repository is None or option.modelprobe_base_python is not None or option.modelprobe_base_all:
+            return tests
+        changed = self._repository.changed_files(self._commit)
+        self._left_out = {test for test in tests if not is_affected(self._folder, test, changed)}
+        return tests - self._left_out
 
-    def _compared(self, stack: contextlib.ExitStack, here: Records) -> SideBySide:
-        from pytest_modelprobe.revisions import Side, Worktree, import_roots, side_by_side
+    def _compared(self, stack: contextlib.ExitStack, tests: set[str]) -> SideBySide:
+        from pytest_modelprobe.revisions import Worktree, import_roots, side_by_side
 
         root, started_in = self._config.rootpath.resolve(), self._config.invocation_params.dir.resolve()
-        ours = self._tests_on(Side(sys.executable, started_in, import_roots(root, root)), root)
+        ours = self._tests_on(self._side(sys.executable, started_in, import_roots(root, root)), root)
         if self._repository is None:
-            theirs = self._tests_on(Side(self._python, started_in, import_roots(root, root)), root)
-            return side_by_side(here, ours, theirs, folder=self._folder, check=lambda *_: None)
+            theirs = self._tests_on(self._side(self._python, started_in, import_roots(root, root)), root)
+            return side_by_side(tests, ours, theirs, folder=self._folder, check=lambda *_: None)
         tree = stack.enter_context(Worktree(self._repository, self._commit))
         imports = import_roots(self._repository.root, tree.root)
-        side = Side(self._python, tree.folder(started_in), imports, without=self._repository.root)
+        side = self._side(self._python, tree.folder(started_in), imports, without=self._repository.root)
         theirs = self._tests_on(side, tree.path(root) or tree.root)
-        tree.take(self._files_of_tests(here))
-        return side_by_side(here, ours, theirs, folder=self._folder, check=tree.check, own_tests=tree.clean)
+        tree.take(self._files_of(tests))
+        return side_by_side(tests, ours, theirs, folder=self._folder, check=tree.check, own_tests=tree.clean)
 
-    def _files_of_tests(self, here: Records) -> Iterator[Path]:
+    def _side(self, python: str, directory: Path, imports: list[Path], **more: Any) -> Side:
+        """Return a side whose processes share the cores with those of the other side."""
+        from pytest_modelprobe.revisions import Side
+
+        threads = max(1, (os.cpu_count() or 1) // max(2, self._processes))
+        return Side(python, directory, imports, threads=threads, **more)
+
+    @property
+    def _processes(self) -> int:
+        return int(getattr(self._config.option, "numprocesses", None) or 1)
+
+    def _files_of(self, tests: set[str]) -> Iterator[Path]:
         """Yield the files that tests of this side need: both sides are asked the same.
 
         These are the files of the tests, each conftest.py above them, and all that git knows in a folder of tests.
         """
         assert self._repository is not None
         root = self._repository.root
-        files = {(self._config.rootpath / test.partition("::")[0]).resolve() for test, _ in here}
+        files = {(self._config.rootpath / test.partition("::")[0]).resolve() for test in tests}
         folders = {above for file in files for above in file.parents if above.is_relative_to(root)}
         yield from files
         yield from (folder / "conftest.py" for folder in folders)
@@ -274,7 +278,7 @@ class Sides:
             root=root,
             options=options_for(self._config, rootdir=str(root), inifilename=ini),
             plugins=child.plugins_of(self._config),
-            processes=int(getattr(self._config.option, "numprocesses", None) or 1),
+            processes=self._processes,
             logs=self._folder / "logs",
             took=self._took,
         )
@@ -354,10 +358,10 @@ class Sides:
         if self._stopped is not None:
             return self._stopped
         found, whole = self._found, []
-        told = [(len(self._left_out), "test", "not run there, for no file that they use differs")]
+        told = [(len(self._left_out), "test", "not run again, for no file that they use differs")]
         if found is not None:
             whole = [summary(found.pairs)]
-            elsewhere = self._recorded - found.tests - self._left_out
+            elsewhere = self._recorded - found.tests - found.here.failed.keys() - self._left_out
             told += [
                 (len(found.only_here), "test", "only here"),
                 (len(self._only_there), "test", "only there"),
@@ -372,14 +376,17 @@ class Sides:
 
         if said := self._said():
             yield printable(said)
-        if self._stopped is None:
-            yield from _first(self._unwatched())
         if self._found is None:
             return
-        ran = self._found.ran
+        here, ran = self._found.here, self._found.ran
+        yield from _first(f"here {file}: {why}" for file, why in here.unread.items())
+        yield from _first(self._unwatched())
         for name, (now, then) in self._versions.items():
             yield printable(f"{name}: {now} here, {then} there")
-        failed = [*ran.unread.items(), *((test, why) for test, why in ran.failed.items() if test not in self._failed)]
+        failed = [
+            *ran.unread.items(),
+            *((test, why) for test, why in ran.failed.items() if test not in {*here.failed, *self._failed}),
+        ]
         yield from _first(f"there {test}: {why}" for test, why in failed)
         yield from _first(
             f"{pair.here.test}, {pair.here.key}: not compared, for it is not repeatable "
@@ -391,15 +398,17 @@ class Sides:
 
     def _unwatched(self) -> Iterator[str]:
         """Yield why models were not watched here, and of how many tests."""
-        from pytest_modelprobe.revisions import FAILED, read_reasons
+        from pytest_modelprobe.revisions import read_reasons
         from pytest_modelprobe.text import count
 
+        assert self._found is not None
         tests: dict[str, set[str]] = {}
         for test, why in read_reasons(self._folder / "here"):
-            if why != FAILED:
-                tests.setdefault(f"has a model that is not watched: {why}", set()).add(test)
-            elif test in self._passed:
-                tests.setdefault("passes, but not while its models are watched: not compared", set()).add(test)
+            tests.setdefault(f"has a model that is not watched: {why}", set()).add(test)
+        for test in self._passed & self._found.here.failed.keys():
+            how, _, why = self._found.here.failed[test].partition(": ")
+            told = why if how == "stopped" else f"passes, but not while its models are watched ({why})"
+            tests.setdefault(f"not compared: {told}", set()).add(test)
         for what, those in sorted(tests.items()):
             yield f"{count(len(those), 'test')}, as {min(those)}: {what}"
 

@@ -16,12 +16,11 @@ from .pairs import judged as judged
 from .pairs import pair_text as pair_text
 from .pairs import read_written as read_written
 from .pairs import summary as summary
-from .recorder import FAILED as FAILED
 from .recorder import Recorder as Recorder
 from .recorder import read_reasons as read_reasons
 from .side import Job as Job
 from .side import Ran as Ran
-from .side import Records as Records
+from .side import Running as Running
 from .side import Side as Side
 from .side import SideBySide as SideBySide
 from .side import SideError as SideError
@@ -33,10 +32,3 @@ from .worktree import Worktree as Worktree
 from .worktree import bisect as bisect
 from .worktree import differs as differs
 from .worktree import import_roots as import_roots
-
-
-def observer_for(recorder: Recorder, *, reruns: bool) -> object:
-    """Return the plugin that watches the models of tests without a probe; see `ModelObserver`. It imports torch."""
-    from .observer import ModelObserver
-
-    return ModelObserver(recorder, reruns=reruns)

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import sys
+import sysconfig
 import types
 from collections.abc import Collection, Generator, Iterator
 from pathlib import Path, PurePosixPath
@@ -20,21 +21,27 @@ from typing import Any
 
 import pytest
 
-from pytest_modelprobe._pytest import fixtures_of
-
-from .pairs import folder_of, read_written
+from .pairs import folder_of
 
 _FILES = "files.json"
 
 _NO_CODE = (".pyc", ".md", ".rst", ".ipynb")
 """Endings of files that no test reads, unless it was seen to open them."""
 
+_MAY_NAME_CLASSES = (".yaml", ".yml", ".json", ".pkl", ".pt", ".pth", ".ckpt")
+"""Endings of files from which a library may import classes by name."""
+
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+
+_IMPORTERS = {"import_module", "__import__", "iter_modules", "walk_packages", "entry_points", "run_path", "run_module"}
+"""Functions that import what is not written as an import."""
+
 
 class TestFiles:
-    """A plugin that writes which files of a repository each test depends on.
+    """A plugin that writes which files of a repository each test depends on. It looks on, and changes nothing.
 
     Args:
-        folder: The folder of records to write into.
+        folder: The folder to write into.
         root: The root of the repository.
     """
 
@@ -42,9 +49,13 @@ class TestFiles:
 
     def __init__(self, folder: Path, root: Path) -> None:
         self._folder, self._root = folder, root
-        self._tests: dict[str, tuple[set[Path], set[str]]] = {}
-        """Test → the files of it and of its fixtures, and the files that were opened while it ran."""
-        self._opened: set[str] | None = None
+        self._tests: dict[str, tuple[Path, set[str]]] = {}
+        """Test → its file, and the files that were opened while it ran."""
+        self._shared: set[str] = set()
+        """The files that were opened while tests were collected, or fixtures of wider scope were set up."""
+        self._opened: set[str] | None = self._shared
+        self._files: set[Path] = set()
+        """The files with tests, also with those that do not run."""
         sys.addaudithook(self._receive)  # Python cannot take it off again
 
     def _receive(self, event: str, args: tuple[Any, ...]) -> None:
@@ -53,6 +64,10 @@ class TestFiles:
             with contextlib.suppress(OSError):  # the working directory may be gone
                 opened.add(os.path.realpath(args[0]))
 
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Note where tests are written."""
+        self._files.add(item.path.resolve())
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Note what a test opens."""
@@ -60,31 +75,62 @@ class TestFiles:
         try:
             return (yield)
         finally:
-            names = {one.func.__module__ for one in fixtures_of(item) if hasattr(one, "func")}
-            files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
-            starts = {item.path.resolve(), *(Path(file).resolve() for file in files if isinstance(file, str))}
-            self._tests[item.nodeid], self._opened = (starts, self._opened), None
+            self._tests[item.nodeid], self._opened = (item.path.resolve(), self._opened), None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
+        """Note what a fixture opens that other tests have too."""
+        before = self._opened
+        self._opened = before if fixturedef.scope == "function" else self._shared
+        try:
+            return (yield)
+        finally:
+            self._opened = before
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
         """Write the files, when all that tests import is imported."""
+        self._opened = None
         result = yield
-        for test, (starts, opened) in self._tests.items():
-            records = read_written(self._folder, test).values()
-            if not records:  # it is not compared
-                continue
-            modules = {module: Path(file) for one in records for module, file in one.sources.items()}
-            if any(is_elsewhere(self._root, module, file) for module, file in modules.items()):
-                continue  # the comparison says so
-            sources = {*modules.values()}
-            above = (folder / "conftest.py" for file in starts for folder in file.parents)
-            starts |= {file for file in above if file.is_relative_to(self._root) and file.is_file()} | sources
-            found = {*map(Path, opened)}.union(*map(imported_files, starts))
-            names = sorted(file.relative_to(self._root).as_posix() for file in found if file.is_relative_to(self._root))
+        modules = {name: Path(file) for name, file in _loaded().items()}
+        if any(is_elsewhere(self._root, module, file) for module, file in modules.items()):
+            return result  # the comparison says so
+        ours = {file for file in modules.values() if _is_own(file, self._root)}
+        written = self._files.union(*map(self._conftests, self._files))
+        # What no import in a test leads to was imported by a plugin, or by name.
+        unexplained = ours.difference(*map(imported_files, written))
+        shared = {Path(file) for file in self._shared if not file.endswith((".py", ".pyc"))}
+        for test, (file, opened) in self._tests.items():
+            found = {*map(Path, opened), *shared, *unexplained}
+            found = found.union(*map(imported_files, (file, *self._conftests(file))))
+            found = {one for one in found if _is_own(one, self._root)}
+            if any(one.suffix in _MAY_NAME_CLASSES or imports_by_name(one) for one in found):
+                found |= ours
+            names = sorted(one.relative_to(self._root).as_posix() for one in found)
             place = folder_of(self._folder, test)
             place.mkdir(parents=True, exist_ok=True)
             (place / _FILES).write_text(json.dumps(names), "utf-8")
         return result
+
+    def _conftests(self, file: Path) -> Iterator[Path]:
+        above = (folder / "conftest.py" for folder in file.parents)
+        yield from (one for one in above if one.is_relative_to(self._root) and one.is_file())
+
+
+def _loaded() -> dict[str, str]:
+    """Return the modules of Python that are imported, with their files."""
+    found = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    # Modules of `torch.ops` have names of files without a folder.
+    return {name: os.path.realpath(file) for name, file in found.items() if file and Path(file).is_absolute()}
+
+
+def _is_own(file: Path, root: Path) -> bool:
+    return file.is_relative_to(root) and not _is_installed(str(file))
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is of an installed package, or comes with Python."""
+    return "site-packages" in file or "dist-packages" in file or file.startswith(_STDLIB)
 
 
 def is_elsewhere(root: Path, module: str, file: Path) -> bool:
@@ -125,7 +171,7 @@ def code_differs(here: str, there: str) -> bool:
     """
     if here == there:
         return False
-    if "site-packages" in there:
+    if _is_installed(there):
         return True
     ours, theirs = Path(here), Path(there)
     pairs = zip(ours.parts[::-1], theirs.parts[::-1], strict=False)
@@ -153,24 +199,32 @@ def imported_files(file: Path, *, executed: bool = True) -> frozenset[Path]:
     found = {file}
     waiting = [file]
     while waiting:
-        new = {*_imports(waiting.pop(), executed)} - found
+        new = {*_imports(waiting.pop(), executed)[0]} - found
         found |= new
         waiting += new
     return frozenset(found)
 
 
+def imports_by_name(file: Path) -> bool:
+    """Whether a file of Python may import what it does not name."""
+    return _imports(file, True)[1]
+
+
 @functools.cache
-def _imports(file: Path, executed: bool) -> tuple[Path, ...]:
+def _imports(file: Path, executed: bool) -> tuple[tuple[Path, ...], bool]:
+    """Return the files that a file imports, and whether it may import others."""
     try:
-        tree = ast.parse(file.read_bytes())
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))] if file.suffix == ".py" else []
     except (OSError, SyntaxError, ValueError):
-        return ()
+        return (), False
     package = _package_of(file)
-    names = {name for node in ast.walk(tree) for name in _names(node, package, executed)}
+    names = {name for node in nodes for name in _names(node, package, executed)}
     if executed:
         names |= {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
     files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
-    return tuple(Path(found).resolve() for found in files if isinstance(found, str) and "site-packages" not in found)
+    found = tuple(Path(one).resolve() for one in files if isinstance(one, str) and not _is_installed(one))
+    said = {getattr(node, "id", None) or getattr(node, "attr", None) for node in nodes}
+    return found, not said.isdisjoint(_IMPORTERS)
 
 
 def _names(node: ast.AST, package: str, executed: bool) -> Iterator[str]:
@@ -188,6 +242,8 @@ def _names(node: ast.AST, package: str, executed: bool) -> Iterator[str]:
             yield inside if inside in sys.modules else str(defined or name)
         if executed:
             yield name
+    elif executed and isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isprintable():
+        yield node.value  # it may be the name of a module, or of what is in it
 
 
 def _package_of(file: Path) -> str:
@@ -200,6 +256,6 @@ def _packages(_: int) -> dict[Path, str]:
     found = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and "site-packages" not in file:
+        if isinstance(file, str) and not _is_installed(file):
             found[Path(file).resolve()] = getattr(module, "__package__", None) or ""
     return found

@@ -24,7 +24,6 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_modelprobe._pytest import run_once, tear_down_before
 from pytest_modelprobe._torch import compiled, tracing_state
 from pytest_modelprobe.exceptions import UnsupportedModelError
 from pytest_modelprobe.models import as_array, derive, initialization, seeded
@@ -49,11 +48,10 @@ class ModelObserver:
 
     Args:
         recorder: Is told of each watch, and why a model has none.
-        reruns: Whether a test that failed runs once more without being watched, and that outcome counts.
     """
 
-    def __init__(self, recorder: Recorder, *, reruns: bool) -> None:
-        self._recorder, self._reruns = recorder, reruns
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._is_on = self._is_inside = self._may_watch = False
         self._thread = threading.get_ident()
         self._seed = ""
@@ -73,10 +71,7 @@ class ModelObserver:
     # --- doors --------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Open the doors, if they are not open. They stay open until a test has to run untouched."""
-        if self._inits:
-            self._replace_inits()
-            return
+        """Open the doors. They stay open for tests with a probe too, which may share fixtures."""
         call = nn.Module.__call__
 
         @functools.wraps(call)
@@ -228,42 +223,22 @@ class ModelObserver:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
-        """Close the doors at the end."""
+        """Open the doors while tests run."""
         with self._doors:
+            self._open()
             return (yield)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """Run a test, watched. Unless it passes, what follows is as if nobody had watched it."""
-        if not isinstance(item, pytest.Function) or is_probed(item) or item.config.getoption("setuponly", False):
-            self._run_untouched(item)
-            return None
-        self._open()
-        self._is_on, self._may_watch, self._seed = True, False, ""
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Watch a test."""
+        self._replace_inits()
+        self._is_on = isinstance(item, pytest.Function) and not is_probed(item)
+        self._may_watch, self._seed = False, ""
         try:
-            reports = run_once(item, nextitem)
+            return (yield)
         finally:
             self._is_on = False
             self._end()
-        passed = all(report.passed and not hasattr(report, "wasxfail") for report in reports)
-        if not passed:
-            self._recorder.discard()
-        # pytest-timeout has one timer for both runs: the second would have none.
-        timed_out = any(report.failed and "pytest-timeout" in report.longreprtext for report in reports)
-        if self._reruns and not passed and not timed_out:
-            self._run_untouched(item)
-            return None
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in reports:
-            item.ihook.pytest_runtest_logreport(report=report)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        return True
-
-    def _run_untouched(self, item: pytest.Item) -> None:
-        """Close the doors, and tear down fixtures of wider scope that were set up behind them."""
-        if self._inits:
-            self._doors.close()
-            tear_down_before(item, None)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:

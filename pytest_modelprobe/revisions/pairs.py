@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Written:
         has_run: Whether there was a forward.
         layers: The same for records with the same names of layers.
         digest: The same for records that are equal.
+        own_paths: Folders that this side alone has. They are not written.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class Written:
         has_run: bool = True,
         layers: str = "",
         digest: str = "",
+        own_paths: Sequence[str] = (),
     ) -> None:
         self.test, self.key, self.sources, self.evidence = test, key, sources, evidence
-        self._record, self._digest = record, digest
+        self._record, self._digest, self._own_paths = record, digest, own_paths
         if isinstance(record, Record):
             model, has_run, layers = record.model, record.forwards > 0, names_of_layers(record)
         self.model, self.has_run, self.layers = model, has_run, layers
@@ -66,7 +69,10 @@ class Written:
     @functools.cached_property
     def text(self) -> str:
         """The record as JSON."""
-        return json.dumps(self.record.to_dict(), allow_nan=False)
+        text = json.dumps(self.record.to_dict(), allow_nan=False)
+        for path in self._own_paths:
+            text = re.sub(re.escape(json.dumps(path)[1:-1]) + r'(?=[/\\"])', "...", text)
+        return text
 
     @functools.cached_property
     def digest(self) -> str:
@@ -80,7 +86,8 @@ class Written:
 
     def replaced(self, record: Record, *, evidence: bool | None = None) -> Written:
         """Return the same with another record."""
-        return Written(self.test, self.key, record, self.sources, self.evidence if evidence is None else evidence)
+        evidence = self.evidence if evidence is None else evidence
+        return Written(self.test, self.key, record, self.sources, evidence, own_paths=self._own_paths)
 
     def write(self, folder: Path) -> None:
         """Write the record into a folder of records."""

@@ -31,8 +31,6 @@ from .pairs import Written, compare_records, folder_of, read_one, read_written
 _REASONS = "reasons"
 """The folder, in a folder of records, of the reasons why models are not watched."""
 
-FAILED = "its test failed"
-
 
 def read_reasons(folder: Path) -> list[tuple[str, str]]:
     """Return each test with a model that was not watched, and why."""
@@ -54,6 +52,7 @@ class Recorder:
         beside: The folder of the records that the other side made first. Those that differ from these get evidence.
         like: The folder of the records of the other side. Those that have evidence there get it here, made to what it
             was made to there.
+        own_paths: Folders that this side alone has. Texts in records that begin with one of them are no difference.
     """
 
     def __init__(
@@ -63,10 +62,13 @@ class Recorder:
         evidence: bool = False,
         beside: Path | None = None,
         like: Path | None = None,
+        own_paths: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._evidence, self._beside, self._like = evidence, beside, like
+        self._own_paths = own_paths
         self._test = ""
+        self._fails = False
         self._made = 0
         self._watches: list[tuple[Any, str | None]] = []
 
@@ -99,24 +101,26 @@ class Recorder:
         name = hashlib.sha256(f"{self._test}\n{reason}".encode(errors="surrogatepass")).hexdigest()
         (folder / f"{name}.txt").write_text(f"{self._test}\n{reason}", "utf-8", "surrogateescape")
 
-    def discard(self) -> None:
-        """Take back what the test recorded, as it failed."""
-        shutil.rmtree(folder_of(self._folder, self._test), ignore_errors=True)
-        self.unwatched(FAILED)
-
     # --- what pytest calls --------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Note which test runs."""
-        self._test = item.nodeid
+        self._test, self._is_probed = item.nodeid, is_probed(item)
         return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         """Forget what the test recorded, if it runs again."""
         shutil.rmtree(folder_of(self._folder, self._test), ignore_errors=True)
-        self._made = 0
+        self._made, self._fails = 0, False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take back what a test recorded that did not pass. A test with a probe says itself what is recorded."""
+        if not self._is_probed and (not report.passed or hasattr(report, "wasxfail")):
+            self._fails = True
+            shutil.rmtree(folder_of(self._folder, self._test), ignore_errors=True)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:
@@ -129,7 +133,7 @@ class Recorder:
                 self._write(self._plain(f"watch {number}", record, watch.model))
         found: list[Written] = []
         for watch, key in watches:
-            if key is not None:
+            if key is not None and not self._fails:
                 with self._told():
                     record = watch.first_step if watch.steps else watch.record
                     found.append(self._plain(key, record, watch.model))
@@ -150,7 +154,7 @@ class Recorder:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def _plain(self, key: str, record: Record, model: Any) -> Written:
-        return Written(self._test, key, record, dict(_sources(model)))
+        return Written(self._test, key, record, dict(_sources(model)), own_paths=self._own_paths)
 
     def _write(self, plain: Written) -> None:
         if not self._test:  # a probe that a plugin made

@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 
 from pytest_modelprobe import child
+from pytest_modelprobe._pytest import tear_down_before
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.progress import progress
 
@@ -37,15 +38,17 @@ from .recorder import Recorder, is_probed
 _PACKAGES = ("pytest-modelprobe", "torch", "pytest")
 
 
-ANSWER, BEGUN = "ran.json", "begun"
-"""What a process writes: the answer, and the tests that it has begun, a line each."""
+ANSWER, BEGUN, ENDED = "ran.json", "begun", "ended"
+"""What a process writes: the answer, and the tests that it has begun and ended, a line each."""
 
 _TIMES = 10
-"""How many times as long as here the tests may take on the other side, and a minute more."""
+"""How many times as long as by themselves the tests may take, and a minute more."""
 
+_POLLED_EVERY = 0.2
+"""Seconds between two looks at how far the processes are."""
 
-_POLLED_EVERY = 0.5
-"""Seconds between two looks at how far the other side is."""
+_WAITED = 0.01
+"""Seconds between two looks at whether the other side has ended a test."""
 
 
 class SideError(ModelProbeError):
@@ -67,12 +70,17 @@ class Job:
     """The values of ``-p``."""
     records: str = ""
     """The folder for the records."""
+    own_paths: Sequence[str] = ()
+    """As in `Recorder`."""
     evidence: bool = False
     beside: str | None = None
     like: str | None = None
     """As in `Recorder`."""
     observe: bool = False
     """Whether models of tests without a probe are watched too."""
+    after: Sequence[str] = ()
+    """The folders of the processes that run the tests on the side that runs first. A test runs here once it has ended
+    there, and only if it made a record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +133,8 @@ def options_for(config: pytest.Config, **own: Any) -> dict[str, Any]:
         "confcutdir": None,
         "markexpr": config.option.markexpr,
         "keyword": config.option.keyword,
+        # Both sides draw the same examples.
+        "hypothesis_seed": getattr(config.option, "hypothesis_seed", None) or "0",
     }
     options = child.options_of(config, **{**silent, **own})
     return {name: value for name, value in options.items() if _is_plain(value) and name != "file_or_dir"}
@@ -147,10 +157,17 @@ class Side:
         directory: The directory in which it starts.
         imports: The folders from which it imports first.
         without: A folder from which it does not import: the working tree, where it has a tree of its own.
+        threads: How many threads a process has for an operation of torch, unless the environment says it.
     """
 
     def __init__(
-        self, python: str, directory: Path, imports: Iterable[Path] = (), *, without: Path | None = None
+        self,
+        python: str,
+        directory: Path,
+        imports: Iterable[Path] = (),
+        *,
+        without: Path | None = None,
+        threads: int | None = None,
     ) -> None:
         self._python, self._directory = python, directory
         given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -161,6 +178,8 @@ class Side:
             # Sets of texts have one order on each side and in each run.
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         }
+        if threads is not None:
+            self._environment.setdefault("OMP_NUM_THREADS", str(threads))
         if self._python != sys.executable:
             self._environment.pop("PYTHONHOME", None)
 
@@ -203,7 +222,7 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
             raise SideError(f"the pytest-modelprobe {there} of {self._python} cannot answer: install {ours} there")
         return found
 
-    def run(self, jobs: Sequence[Job], log: Path, *, seconds: float | None = None) -> Ran:
+    def run(self, jobs: Sequence[Job], log: Path, *, seconds: float = math.inf) -> Ran:
         """Run jobs at the same time, each in a process of its own, and return what became of all of them.
 
         Args:
@@ -212,18 +231,21 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
             seconds: How long they may take.
 
         Raises:
-            SideError: A process ended without an answer, or did not end.
+            SideError: A process ended without an answer.
         """
-        total = sum(len(job.tests or ()) for job in jobs[:1])  # each is told all of them
-        with contextlib.ExitStack() as stack, progress("test on the other side", total or None) as each:
-            processes = [self._started(stack, job, log / str(number)) for number, job in enumerate(jobs)]
-            deque(each(_begun_by(processes, seconds)), maxlen=0)
-            return functools.reduce(Ran.with_, (one.ran for one in processes if one.ran is not None), Ran())
+        with contextlib.ExitStack() as stack:
+            running = self.start(stack, jobs, log)
+            finish(running, seconds=seconds)
+            return running.ran
+
+    def start(self, stack: contextlib.ExitStack, jobs: Sequence[Job], log: Path) -> Running:
+        """Start jobs. They end with the block at the latest."""
+        return Running([self._started(stack, job, log / str(number)) for number, job in enumerate(jobs)])
 
     def _started(self, stack: contextlib.ExitStack, job: Job, folder: Path) -> _Process:
         folder.mkdir(parents=True, exist_ok=True)
         told, answer, log = folder / "job.json", folder / ANSWER, folder / "log"
-        for left in (answer, folder / BEGUN):
+        for left in (answer, folder / BEGUN, folder / ENDED):
             left.unlink(missing_ok=True)
         tests = None if job.tests is None else sorted(job.tests)
         told.write_text(json.dumps({**dataclasses.asdict(job), "tests": tests}), "ascii")
@@ -238,23 +260,18 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
             start_new_session=True,
         )
         stack.callback(_end, process)
-        return _Process(process, folder)
+        return _Process(process, folder, tests or ())
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """A process of the other side, and the folder of its files."""
+    """A process of a side, the folder of its files, and the tests that it was told to run."""
 
     process: subprocess.Popen[bytes]
     folder: Path
+    tests: Collection[str]
     ran: Ran | None = None
     """What became of its tests, once it has ended."""
-
-    @property
-    def begun(self) -> list[str]:
-        """The tests that it has begun."""
-        file = self.folder / BEGUN
-        return file.read_text("utf-8", "replace").splitlines() if file.is_file() else []
 
     def look(self) -> None:
         """Read the answer if the process has ended. One that ended without an answer is an error."""
@@ -262,31 +279,77 @@ class _Process:
             answer = self.folder / ANSWER
             if not answer.is_file():
                 said = _last_line((self.folder / "log").read_text("utf-8", "replace"))
-                code = self.process.returncode
-                raise SideError(f"the other side ended without an answer, with exit code {code}: {said}")
+                last = next(reversed(_lines(self.folder / BEGUN)), None)
+                raise SideError(
+                    f"a process that ran the tests ended without an answer, with exit code {self.process.returncode}"
+                    f"{'' if last is None else f', in {last}'}: {said}"
+                )
             self.ran = Ran(**json.loads(answer.read_text("ascii")))
 
+    def stop(self, seconds: float) -> None:
+        """End the process, if it runs. What it has not ended is told."""
+        if self.ran is None:
+            _end(self.process)
+            begun, ended = _lines(self.folder / BEGUN), {*_lines(self.folder / ENDED)}
+            hung = next((test for test in reversed(begun) if test not in ended), None)
+            why = f"{hung or 'the process'} did not end within {seconds:.0f} s, {_TIMES} times what all tests took"
+            left = {*self.tests, *begun} - ended
+            self.ran = Ran(collected=self.tests, failed=dict.fromkeys(sorted(left), f"stopped: {why}"))
 
-def _begun_by(processes: Sequence[_Process], seconds: float | None) -> Iterator[None]:
-    """Yield once for each test that begins, until all processes have ended."""
-    seen, until = 0, math.inf if seconds is None else time.monotonic() + seconds
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The processes that run tests on one side."""
+
+    processes: Sequence[_Process]
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of the files of each process."""
+        return [str(one.folder) for one in self.processes]
+
+    @property
+    def ran(self) -> Ran:
+        """What became of all tests, once all processes have ended."""
+        return functools.reduce(Ran.with_, (one.ran for one in self.processes if one.ran is not None), Ran())
+
+
+def finish(*sides: Running, seconds: float) -> None:
+    """Wait until the processes have ended, and tell the progress. End those that take too long.
+
+    Args:
+        sides: The processes.
+        seconds: How long they may take.
+
+    Raises:
+        SideError: A process ended without an answer.
+    """
+    processes = [one for side in sides for one in side.processes]
+    total = sum(len(one.tests) for one in processes)
+    with progress("test on both sides" if len(sides) > 1 else "test", total or None) as each:
+        deque(each(_begun_by(processes, time.monotonic() + seconds)), maxlen=0)
+    for one in processes:
+        one.stop(seconds)
+
+
+def _begun_by(processes: Sequence[_Process], until: float) -> Iterator[None]:
+    """Yield once for each test that begins, until all processes have ended, or the time is over."""
+    seen = 0
     while True:
         for one in processes:
             one.look()
+        begun = sum(len(_lines(one.folder / BEGUN)) for one in processes)
+        yield from [None] * (begun - seen)
+        seen = begun
         running = [one for one in processes if one.ran is None]
-        begun = [one.begun for one in processes]
-        yield from [None] * (sum(map(len, begun)) - seen)
-        seen = sum(map(len, begun))
-        if not running:
+        if not running or time.monotonic() > until:
             return
-        if time.monotonic() > until:
-            last = next((tests[-1] for one in running if (tests := one.begun)), "no test yet")
-            raise SideError(
-                f"the other side did not end within {seconds:.0f} s, {_TIMES} times as long as the tests took here: it "
-                f"ran {last}. Leave that test out with --deselect"
-            )
         with contextlib.suppress(subprocess.TimeoutExpired):
             running[0].process.wait(_POLLED_EVERY)
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text("utf-8", "replace").splitlines() if file.is_file() else []
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -333,16 +396,43 @@ class TestsOn:
     logs: Path
     took: float = math.inf
 
+    @property
+    def seconds(self) -> float:
+        """How long the tests may take."""
+        return 60 + _TIMES * self.took
+
     def run(self, tests: Collection[str], records: Path, **more: Any) -> Ran:
-        """Run tests of files that are there, and write their records."""
-        files = sorted({str(self.root / test.partition("::")[0]) for test in tests})
-        files = [file for file in files if Path(file).is_file()]
-        job = functools.partial(
-            Job, tests=tests, options=self.options, plugins=self.plugins, records=str(records), observe=True, **more
-        )
-        parts = (files[number :: self.processes] for number in range(self.processes))
-        seconds = None if math.isinf(self.took) else 60 + _TIMES * self.took
-        return self.side.run([job(files=part) for part in parts if part], self.logs / records.name, seconds=seconds)
+        """Run tests, and write their records."""
+        with contextlib.ExitStack() as stack:
+            running = self.start(stack, tests, records, **more)
+            finish(running, seconds=self.seconds)
+            return running.ran
+
+    def start(
+        self, stack: contextlib.ExitStack, tests: Collection[str], records: Path, *, half: bool = False, **more: Any
+    ) -> Running:
+        """Start tests of files that are there. Half of the processes are left to the other side, if it is to run too.
+
+        See `run`.
+        """
+        there = sorted(test for test in tests if (self.root / test.partition("::")[0]).is_file())
+        number = max(1, self.processes // 2 if half else self.processes)
+        logs, jobs = self.logs / records.name, []
+        for part, some in enumerate(filter(None, (there[n::number] for n in range(number)))):
+            temporary = str(logs / str(part) / "tmp")
+            jobs.append(
+                Job(
+                    files=sorted({str(self.root / test.partition("::")[0]) for test in some}),
+                    tests=some,
+                    options={**self.options, "basetemp": temporary},
+                    own_paths=(temporary, str(self.root)),
+                    plugins=self.plugins,
+                    records=str(records),
+                    observe=True,
+                    **more,
+                )
+            )
+        return self.side.start(stack, jobs, logs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +442,8 @@ class SideBySide:
     tests: Set[str] = frozenset()
     """Tests that made records here."""
     pairs: Sequence[Pair] = ()
+    here: Ran = dataclasses.field(default_factory=Ran)
+    """What became of the tests on this side, while they were watched."""
     ran: Ran = dataclasses.field(default_factory=Ran)
     """What became of the tests on the other side."""
     only_here: Collection[str] = ()
@@ -361,7 +453,7 @@ class SideBySide:
 
 
 def side_by_side(
-    here: Records,
+    tests: Collection[str],
     ours: TestsOn,
     theirs: TestsOn,
     *,
@@ -369,23 +461,30 @@ def side_by_side(
     check: Callable[[Records], None],
     own_tests: Callable[[], None] | None = None,
 ) -> SideBySide:
-    """Run the tests of the records on the other side, and compare.
+    """Run tests on both sides, and compare their records.
+
+    The other side runs at the same time, a test behind. So it sees which of its records differ while the models are
+    there.
 
     Args:
-        here: The records of this side.
+        tests: The tests.
         ours: Where the tests ran.
-        theirs: Where they run again.
-        folder: A folder for records, with those of this side in ``here``.
+        theirs: Where they run too.
+        folder: A folder for records.
         check: Raises `SideError` if the records of the other side are not of its own code.
         own_tests: Puts the tests of the other side itself in the place of those of this side, for tests that ask for
             what is not there.
 
     Raises:
-        SideError: The other side cannot run.
+        SideError: A side cannot run.
     """
-    tests = {test for test, _ in here}
     beside = str(folder / "here")
-    ran = theirs.run(tests, folder / "there", beside=beside)
+    with contextlib.ExitStack() as stack:
+        first = ours.start(stack, tests, folder / "here", half=True)
+        second = theirs.start(stack, tests, folder / "there", half=True, beside=beside, after=first.folders)
+        finish(first, second, seconds=ours.seconds)
+    here, ran = read_written(folder / "here"), second.ran
+    asked, tests = tests, {test for test, _ in here}
     if own_tests is not None and (left := {test for test in tests if ran.fails(test)}):
         own_tests()
         ran = ran.without(left).with_(theirs.run(left, folder / "there", beside=beside))
@@ -394,19 +493,39 @@ def side_by_side(
     only_here = tests - set(ran.collected)
     both = [key for key in here if key in there]
     unpaired = sum(test not in only_here for test, _ in here.keys() ^ there.keys())
-    now = dict(here)
-    if differing := {test for test, key in both if there[test, key].evidence}:
-        again = ours.run(differing, folder / "again", like=str(folder / "there"))
-        found = read_written(folder / "again")
-        for key in (key for key in both if there[key].evidence):
-            now[key] = found.get(key, here[key])
-            if not now[key].evidence:
-                now[key] = _without_evidence(here[key], again.failed.get(key[0], "it made other records"))
-            elif now[key].record.noise is None and not compare_records(now[key].record, here[key].record).same:
-                # The same code ran twice.
-                now[key] = now[key].replaced(dataclasses.replace(now[key].record, noise="not repeatable"))
+    differing = {key: there[key] for key in both if there[key].evidence}
+    now = {**here, **_with_evidence(ours, asked, here, differing, folder)}
     pairs = [judged(now[key], there[key]) for key in both]
-    return SideBySide(tests=tests, pairs=pairs, ran=ran, only_here=sorted(only_here), unpaired=unpaired)
+    return SideBySide(tests=tests, pairs=pairs, here=first.ran, ran=ran, only_here=sorted(only_here), unpaired=unpaired)
+
+
+def _with_evidence(
+    ours: TestsOn, asked: Collection[str], here: Records, there: Records, folder: Path
+) -> dict[tuple[str, str], Written]:
+    """Return records of this side with evidence, as some of the other side have it: their tests run once more."""
+    found: dict[tuple[str, str], Written] = {}
+    again, ran = {test for test, _ in there}, Ran()
+    for _ in range(2):
+        if again:
+            ran = ours.run(again, folder / "again", like=str(folder / "there"))
+            found = read_written(folder / "again")
+        # Earlier tests of a file may have made what these use, as a function with a cache does.
+        files = {key[0].partition("::")[0] for key in there if not _is_again(found.get(key), here[key])}
+        again = {test for test in asked if test.partition("::")[0] in files}
+    for key in there:
+        one = found.get(key)
+        if one is None or not one.evidence:
+            found[key] = _without_evidence(here[key], ran.failed.get(key[0], "it made other records"))
+        elif not _is_again(one, here[key]):
+            found[key] = one.replaced(dataclasses.replace(one.record, noise="not repeatable"))
+    return {key: found[key] for key in there}
+
+
+def _is_again(one: Written | None, before: Written) -> bool:
+    """Whether the same code gave the same record when it ran again."""
+    if one is None or one.record.noise is not None:
+        return one is not None and one.record.noise != "not repeatable"
+    return compare_records(one.record, before.record).same
 
 
 def _without_evidence(one: Written, why: str) -> Written:
@@ -421,8 +540,8 @@ def _without_evidence(one: Written, why: str) -> Written:
 class _Tests:
     """Runs the tests of a job, and notes what became of them."""
 
-    def __init__(self, job: Job, begun: Path) -> None:
-        self._job, self._begun = job, begun
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._job, self._folder = job, folder
         self._collected: list[str] = []
         self._with_probe: list[str] = []
         self._failed: dict[str, str] = {}
@@ -444,10 +563,31 @@ class _Tests:
         return result
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
-        """Write which test begins."""
-        with self._begun.open("a", encoding="utf-8") as file:
-            file.write(f"{item.nodeid}\n")
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Write which test begins. Leave it out if it made no record on the side that runs first."""
+        self._write(BEGUN, item.nodeid)
+        if not self._job.after or self._made_records(item.nodeid):
+            return None
+        tear_down_before(item, nextitem)
+        self._write(ENDED, item.nodeid)
+        return True
+
+    def _made_records(self, test: str) -> bool:
+        """Wait until a test has ended on the side that runs first, and return whether it made records there."""
+        folders = [Path(folder) for folder in self._job.after]
+        while not any((folder / ENDED).is_file() and test in _lines(folder / ENDED) for folder in folders):
+            if all((folder / ANSWER).is_file() for folder in folders):
+                break
+            time.sleep(_WAITED)
+        return self._job.beside is None or bool(read_written(Path(self._job.beside), test))
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Write which test has ended."""
+        self._write(ENDED, nodeid)
+
+    def _write(self, name: str, test: str) -> None:
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.write(f"{test}\n")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note files that could not be imported."""
@@ -502,13 +642,13 @@ def main(told: str, answer: str) -> None:
     job = Job(**{**data, "tests": None if data["tests"] is None else frozenset(data["tests"])})
     config = child.configured(job.options, (*job.plugins, "no:cacheprovider"), job.files)
     beside, like = (None if f is None else Path(f) for f in (job.beside, job.like))
-    recorder = Recorder(Path(job.records), evidence=job.evidence, beside=beside, like=like)
+    recorder = Recorder(Path(job.records), evidence=job.evidence, beside=beside, like=like, own_paths=job.own_paths)
     config.pluginmanager.register(recorder, "modelprobe-recorder")
     if job.observe:
         from .observer import ModelObserver
 
-        config.pluginmanager.register(ModelObserver(recorder, reruns=False), "modelprobe-observer")
-    tests = _Tests(job, Path(answer).with_name(BEGUN))
+        config.pluginmanager.register(ModelObserver(recorder), "modelprobe-observer")
+    tests = _Tests(job, Path(answer).parent)
     config.pluginmanager.register(tests, "modelprobe-side")
     child.run_as_worker(config, {"workerid": "base", "workercount": 1})
     Path(answer).write_text(json.dumps(dataclasses.asdict(tests.ran())), "ascii")

@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.plugin.revisions import NOTHING_COMPARED
-from pytest_modelprobe.revisions import Pair, Ran, Records, SideBySide, SideError, TestsOn, judged
+from pytest_modelprobe.revisions import Pair, Ran, SideBySide, SideError, TestsOn, Written, judged
 
 TESTS = """
 import torch
@@ -40,7 +42,7 @@ def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Beside
     git("init -q -b main", "add .", "commit -q -m one")
 
     def run(*arguments: str, verdicts: str = "unchanged", stopped: str = "", **found: Any) -> pytest.RunResult:
-        def played(here: Records, ours: TestsOn, theirs: TestsOn, *, folder: Path, **_: Any) -> SideBySide:
+        def played(tests: Collection[str], ours: TestsOn, theirs: TestsOn, *, folder: Path, **_: Any) -> SideBySide:
             assert ours.root == pytester.path
             assert (theirs.root / "test_a.py").read_text("utf-8") == (ours.root / "test_a.py").read_text("utf-8")
             assert theirs.root != ours.root
@@ -48,12 +50,13 @@ def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Beside
             roots.extend((folder, theirs.root))
             if stopped:
                 raise SideError(stopped)
-            ones = list(here.values())
+            record = ModelProbe().run(torch.nn.Linear(2, 2), torch.ones(1, 2))
+            ones = [Written(test, "run 1", record) for test in sorted(tests)]
             pairs = [
                 Pair(one, one, verdict, judged(one, one).diagnosis)  # type: ignore[arg-type]
                 for one, verdict in zip(ones, verdicts.split(", "), strict=False)
             ]
-            return SideBySide(**{"tests": {test for test, _ in here}, "pairs": pairs, **found})
+            return SideBySide(**{"tests": {*tests}, "pairs": pairs, **found})
 
         roots: list[Path] = []
         with monkeypatch.context() as patch:

@@ -177,7 +177,7 @@ def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project
     assert "layers.*: own code changed between to_qkv and dropout x2: by" in said
     source = "  src/net.py:17 Attention.forward\n  - scale = self.dim_head ** -0.5\n  + scale = self.dim ** -0.5\n"
     assert source in said
-    assert "1 test, as tests/test_net.py::test_no_hook_is_on_the_model: passes, but not while" in said
+    assert "1 test, as tests/test_net.py::test_no_hook_is_on_the_model: not compared: passes, but not while" in said
     assert "E       assert torch.Size([2, 4]) == (2, 5)" in said
     assert plain.worktrees() == 1
     tests = json.loads((plain.path / "results.json").read_text("utf-8"))["tests"]
@@ -200,7 +200,7 @@ def test_the_same_code_computes_the_same(plain: Project) -> None:
     assert "11 tests ran 15 models of 2 classes: 15 the same\n" in text_of(result)
     result = plain.run(*arguments)
     assert result.ret == 0
-    assert "11 tests not run there, for no file that they use differs" in result.outlines
+    assert "13 tests not run again, for no file that they use differs" in result.outlines
 
 
 def test_a_test_that_uses_no_file_that_differs_does_not_run_there(plain: Project) -> None:
@@ -213,7 +213,7 @@ def test_a_test_that_uses_no_file_that_differs_does_not_run_there(plain: Project
     plain.replace("src/other.py", "pass", "forward = lambda self, x: 2 * super(Other, self).forward(x)")
     selected = ["--modelprobe-base=HEAD", "-k", "test_other or test_shared"]
     said = text_of(plain.run(*selected))
-    assert "1 test ran 1 model of 1 class: 1 changed; 2 tests not run there, for no file that they use differs" in said
+    assert "1 test ran 1 model of 1 class: 1 changed; 2 tests not run again, for no file that they use differs" in said
     assert "3 tests ran 3 models of 2 classes: 1 changed, 2 the same\n" in text_of(
         plain.run(*selected, "--modelprobe-base-all")
     )
@@ -249,79 +249,103 @@ def test_a_new_argument_leaves_the_other_side_its_own_tests(plain: Project) -> N
     assert "2 tests ran 2 models of 1 class: 2 changed\n" in said
 
 
-def test_nothing_is_left_for_a_test_that_did_not_pass_while_it_was_watched(plain: Project) -> None:
+def test_a_test_that_does_not_pass_while_it_is_watched_passes_and_is_not_compared(plain: Project) -> None:
     plain.write(
         "tests/test_golden.py",
         """
+        import functools
         import sys
 
         import pytest, torch
         from net import Encoder
 
-        @pytest.fixture(scope="module")
-        def golden():
+        @functools.cache
+        def cached():
             torch.manual_seed(0)
             return Encoder()
 
-        def test_number(golden):
-            torch.manual_seed(0)
-            assert torch.equal(golden.head.weight, Encoder().head.weight)
+        def test_weights_are_drawn_by_the_generator():
             torch.manual_seed(0)
             first = torch.nn.Linear(16, 48, bias=False).weight
-            assert torch.equal(golden.layers[0].to_qkv.weight, first)
+            assert torch.equal(cached().layers[0].to_qkv.weight, first)
 
         class Base(torch.nn.Module):
             def __init__(self):
                 super().__init__()
                 self.caller = sys._getframe(1).f_code.co_name
 
-        def test_skipped_as_the_weights_differ():
-            torch.manual_seed(0)
-            weight = torch.nn.Linear(3, 3).weight
-            if weight[0, 0].item() != pytest.approx(-0.0043, abs=1e-3):
-                pytest.skip("another generator")
+        def test_skipped_unless_the_constructor_is_called_by_it():
+            if Base().caller != "test_skipped_unless_the_constructor_is_called_by_it":
+                pytest.skip("called otherwise")
 
-        def test_the_caller_of_a_constructor():
-            assert Base().caller == "test_the_caller_of_a_constructor"
-
-        def test_working_directory(golden, tmp_path, monkeypatch):
+        def test_that_leaves_its_working_directory(tmp_path, monkeypatch):
             monkeypatch.chdir(tmp_path)
             tmp_path.rmdir()
-            golden(torch.ones(1, 2, 16))
+            cached()(torch.ones(1, 2, 16))
             open(__file__).close()
+
+        def test_random_numbers_go_on():
+            assert torch.initial_seed() == 0
         """,
     )
     plain.commit("golden numbers")
     plain.replace("src/net.py", *CHANGE)
     result = plain.run("--modelprobe-base=HEAD", "tests/test_golden.py")
     result.assert_outcomes(passed=4)
-    assert "3 tests, as tests/test_golden.py::test_number: passes, but not while" in text_of(result)
+    said = text_of(result)
+    for test, why in (
+        ("weights_are_drawn_by_the_generator", "assert False"),
+        ("skipped_unless_the_constructor_is_called_by_it", "Skipped: called otherwise"),
+    ):
+        assert f"{test}: not compared: passes, but not while its models are watched ({why}" in said
+    assert "1 test ran 1 model of 1 class: 1 changed\n" in said
 
 
-def test_what_a_fixture_of_a_plugin_makes_and_a_registry_imports_is_a_dependency(plain: Project) -> None:
-    make = "def make(name):\n    return importlib.import_module(name).Encoder()\n"
-    plain.write("src/lib/__init__.py", f"import importlib\n\n{make}")
-    plain.write("src/made.py", "import pytest, net\n\n@pytest.fixture\ndef encoder():\n    return net.Encoder()\n")
-    plain.write("conftest.py", "pytest_plugins = ['made']\n")
+def test_texts_with_the_path_of_a_side_do_not_differ(plain: Project) -> None:
+    plain.replace("src/net.py", "self.head =", "self.file, self.to = __file__, str(to)\n        self.head =")
+    plain.replace("src/net.py", "depth=2):", "depth=2, to=None):")
     plain.write(
-        "tests/test_made.py",
-        """
-        import lib, torch
-
-        def test_registry():
-            lib.make("net")(torch.ones(1, 2, 16))
-
-        def test_registry_again():
-            lib.make("net")(torch.ones(1, 2, 16))
-
-        def test_plugin(encoder):
-            encoder(torch.ones(1, 2, 16))
-        """,
+        "tests/test_path.py",
+        "import net, torch\n\ndef test_path(tmp_path):\n    net.Encoder(to=tmp_path / 'x')(torch.ones(1, 2, 16))\n",
     )
+    plain.commit("paths")
+    result = plain.run("--modelprobe-base=HEAD", "--modelprobe-base-all", "tests/test_path.py")
+    assert "1 test ran 1 model of 1 class: 1 the same" in result.outlines
+
+
+def test_what_hangs_on_the_other_side_leaves_the_rest_compared(plain: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_modelprobe.revisions.TestsOn.seconds", 15)
+    plain.replace("src/net.py", *CHANGE)
+    plain.replace("src/net.py", "self.head =", "while depth == 3: pass\n        self.head =")
+    plain.commit("hangs")
+    plain.replace("src/net.py", "while depth == 3: pass", "pass")
+    said = text_of(plain.run("--modelprobe-base=HEAD", "-k", "test_depth or test_shared_again"))
+    assert (
+        "there tests/test_net.py::test_depth[3]: stopped: tests/test_net.py::test_depth[3] did not end within" in said
+    )
+    assert "2 tests ran 2 models of 1 class" in said
+
+
+def test_what_is_imported_by_name_is_a_dependency(plain: Project) -> None:
+    call = "(torch.ones(1, 2, 16))"
+    plain.write("src/registry.py", "import importlib\n\nmake = lambda name: importlib.import_module(name).Encoder()\n")
+    plain.write("src/named.py", "import pkgutil\n\nmake = lambda: pkgutil.resolve_name('net.Encoder')()\n")
+    plain.write("tests/net.yaml", "net.Encoder\n")
+    tests = {
+        "registry": f"import registry, torch\n\ndef test_registry():\n    registry.make('n' + 'et'){call}\n",
+        "named": f"import named, torch\n\ndef test_named():\n    named.make(){call}\n",
+        "yaml": "import pathlib, pydoc, torch\n\ndef test_yaml():\n"
+        f"    pydoc.locate((pathlib.Path(__file__).parent / 'net.yaml').read_text().strip())(){call}\n",
+        "plain": "def test_plain():\n    pass\n",
+    }
+    for name, text in tests.items():
+        plain.write(f"tests/test_{name}.py", text)
     plain.commit("made elsewhere")
     plain.replace("src/net.py", *CHANGE)
-    said = text_of(plain.run("--modelprobe-base=HEAD", "tests/test_made.py"))
-    assert "3 tests ran 3 models of 1 class: 3 changed\n" in said
+    said = text_of(plain.run("--modelprobe-base=HEAD", "-k", " or ".join(tests)))
+    assert (
+        "3 tests ran 3 models of 1 class: 3 changed; 1 test not run again, for no file that they use differs\n" in said
+    )
 
 
 def test_tests_that_run_no_model_of_their_own_compare_nothing(plain: Project) -> None:

@@ -179,7 +179,7 @@ def test_a_side_that_is_not_there_is_refused_before_the_tests(
 
 
 def test_a_run_without_models_compares_nothing(project: Project) -> None:
-    result = project.run("--modelprobe-base=HEAD", "-k", "without_a_model")
+    result = project.run("--modelprobe-base=HEAD", "--modelprobe-base-all", "-k", "without_a_model")
     assert result.ret == NOTHING_COMPARED
     assert "nothing was compared: no test that passed makes or calls a model of your own classes" in text_of(result)
 

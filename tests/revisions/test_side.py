@@ -180,7 +180,13 @@ class TestMany:
 
 
 def test_a_test_that_hangs_is_named_and_ended(python: Python, tmp_path: Path) -> None:
-    side = python(f'echo $$ > {tmp_path}/pid; echo t.py::test_a > "${{4%ran.json}}begun"; exec sleep 60')
-    with pytest.raises(SideError, match=r"did not end within 1 s, .*: it ran t\.py::test_a\. Leave that test out with"):
-        side.run([Job(files=["t.py"], options={})], tmp_path / "log", seconds=1)
+    tests = [f"t.py::test_{name}" for name in "abc"]
+    side = python(f"""
+folder="${{4%ran.json}}"; echo $$ > {tmp_path}/pid
+echo {tests[0]} | tee "${{folder}}begun" > "${{folder}}ended"; echo {tests[1]} >> "${{folder}}begun"; exec sleep 60""")
+    ran = side.run([Job(files=["t.py"], tests=tests, options={})], tmp_path / "log", seconds=1)
+    assert {*ran.collected} == {*tests}
+    why = "stopped: t.py::test_b did not end within 1 s, 10 times what all tests took"
+    assert ran.failed == dict.fromkeys(tests[1:], why)
+    assert not ran.fails(tests[1])  # it would hang once more with the tests of that side
     assert has_ended(int((tmp_path / "pid").read_text("ascii")))

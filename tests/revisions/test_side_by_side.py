@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,10 +35,18 @@ class Played:
         self._tests = tests
         self.ran: list[list[str]] = []
 
+    seconds = 0.0
+
+    def start(self, stack: Any, tests: Collection[str], records: Path, *, half: bool, **more: Any) -> Any:
+        if more:  # the side that runs second: it runs the tests with records
+            del more["after"]
+            tests = [test for test, _ in read_written(Path(more["beside"]))]
+        return SimpleNamespace(processes=[], folders=[], ran=self.run(tests, records, **more))
+
     def run(self, tests: Collection[str], records: Path, **more: Any) -> Ran:
-        self.ran.append(sorted(tests))
+        self.ran.append(sorted({*tests}))
         recorder = Recorder(records, **{name: Path(value) for name, value in more.items()})
-        for test in sorted(tests & self._tests.keys()):
+        for test in sorted({*tests} & self._tests.keys()):
             protocol = recorder.pytest_runtest_protocol(cast(pytest.Item, SimpleNamespace(nodeid=test)))
             next(protocol)
             recorder.pytest_runtest_setup()
@@ -79,10 +89,8 @@ def run(*numbers: float, prefix: str = "") -> Callable[[ModelProbe], object]:
 
 
 def beside(ours: Played, theirs: Played, folder: Path, check: Callable[[Any], None] = lambda _: None) -> SideBySide:
-    ours.run(ours._tests.keys(), folder / "here")
-    here = read_written(folder / "here")
     on = cast(TestsOn, ours), cast(TestsOn, theirs)
-    return side_by_side(here, *on, folder=folder, check=check)
+    return side_by_side(ours._tests.keys(), *on, folder=folder, check=check)
 
 
 def test_what_is_the_same_runs_once_on_each_side(tmp_path: Path) -> None:
@@ -114,7 +122,7 @@ def test_code_that_changed_behind_a_zero_is_named(tmp_path: Path, monkeypatch: p
 
 
 def test_a_test_that_makes_no_record_when_it_runs_again_is_said(tmp_path: Path) -> None:
-    times = iter([run(1.0, 1.0, 2.0), lambda probe: None])
+    times = itertools.chain([run(1.0, 1.0, 2.0)], itertools.repeat(lambda probe: None))
     (pair,) = beside(Played(a=lambda probe: next(times)(probe)), Played(a=run(1.0)), tmp_path).pairs
     assert (pair.here.evidence, pair.there.evidence) == (False, True)
     assert "No layer was called alone: the test did not run again as it had run (it made other records)." in text(
@@ -177,18 +185,23 @@ def test_an_architecture_is_compared_without_numbers(tmp_path: Path) -> None:
     assert pair.diagnosis.causes[0].layer == "0"
 
 
-def test_each_process_gets_files_of_its_own_that_are_there(tmp_path: Path) -> None:
-    for name in ("a.py", "b.py", "c.py"):
+def test_each_process_gets_tests_of_its_own_that_are_there(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
         (tmp_path / name).touch()
     jobs: list[Job] = []
-    side = cast(Side, SimpleNamespace(run=lambda given, log, seconds: jobs.extend(given) or Ran()))
-    tests = ["a.py::test_1", "a.py::test_2", "b.py::test_1", "c.py::test_1", "gone.py::test_1"]
-    for processes, told in ((2, [["a.py", "c.py"], ["b.py"]]), (4, [["a.py"], ["b.py"], ["c.py"]])):
+    side = cast(Side, SimpleNamespace(start=lambda stack, given, log: jobs.extend(given)))
+    tests = ["b.py::test_1", "a.py::test_2", "a.py::test_1", "gone.py::test_1"]
+    on = TestsOn(side=side, root=tmp_path, options={}, plugins=["p"], processes=4, logs=tmp_path)
+    for half, told in (
+        (True, [["a.py::test_1", "b.py::test_1"], ["a.py::test_2"]]),
+        (False, [["a.py::test_1"], ["a.py::test_2"], ["b.py::test_1"]]),
+    ):
         jobs.clear()
-        on = TestsOn(side=side, root=tmp_path, options={}, plugins=["p"], processes=processes, logs=tmp_path)
-        on.run(tests, tmp_path / "there", like="x")
-        assert [[Path(file).name for file in job.files] for job in jobs] == told
-        assert all((job.tests, job.plugins, job.like) == (tests, ["p"], "x") for job in jobs)
+        on.start(contextlib.ExitStack(), tests, tmp_path / "there", half=half, like="x")
+        assert [job.tests for job in jobs] == told
+        assert [Path(file).name for file in jobs[0].files] == [*dict.fromkeys(test[:4] for test in told[0])]
+        assert all((job.plugins, job.like) == (["p"], "x") for job in jobs)
+        assert len({job.options["basetemp"] for job in jobs}) == len(told)
 
 
 def test_a_test_that_runs_again_is_recorded_anew(tmp_path: Path) -> None:
