@@ -268,7 +268,8 @@ def test_every_class_of_change_is_in_the_tables() -> None:
 def test_options_and_commands_that_a_page_names_exist(pytestconfig: pytest.Config) -> None:
     known = options_of_pytest(pytestconfig) | subcommands().keys()
     option = r"--modelprobe-[\w-]*\w|\bmodelprobe_(?:devices|seed|verbose|compare)\b"
-    for name, page in PAGES.items():
+    copied = [ROOT / "action.yml", *(ROOT / "examples").rglob("*.yml")]
+    for name, page in {**PAGES, **{str(path): path.read_text("utf-8") for path in copied}}.items():
         named = {*re.findall(option, page), *re.findall(r"(?:\$ |`|run: |- |^)modelprobe (\w+)", page, re.MULTILINE)}
         assert named - known == set(), name
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_modelprobe.gate.git import GitError, Repository, base_of_event, run_git
+from pytest_modelprobe.gate.git import GitError, Repository, base_of_event, declared_change, run_git
 
 Git = Callable[..., str]
 
@@ -322,3 +322,19 @@ def test_an_event_that_does_not_tell_asks_for_a_base(
     with pytest.raises(GitError) as error:
         base_of_event(Repository(tmp_path / "here"), environment(tmp_path, name, event))
     assert str(error.value) == f"{said}: name what to compare with: --base origin/main"
+
+
+@pytest.mark.parametrize(
+    ("variables", "declared"),
+    [
+        ({"LABELS": "bug,model-change"}, "the label model-change"),
+        (
+            {"LABELS": "not-a-model-change", "DESCRIPTION": "Faster.\n\nModel change: the scale was wrong\n"},
+            "Model change: the scale was wrong",
+        ),
+        ({"LABELS": "not-a-model-change", "DESCRIPTION": "No Model change: at all"}, None),
+    ],
+)
+def test_gitlab_tells_in_variables_what_declares_a_change(variables: dict[str, str], declared: str | None) -> None:
+    told = {f"CI_MERGE_REQUEST_{name}": text for name, text in variables.items()}
+    assert declared_change(told) == declared
