@@ -27,16 +27,24 @@ from typing import Any, NoReturn, cast
 from pytest_modelprobe.exceptions import UsageError
 
 
+_PLAIN = {str, int, bool, type(None)}
+
+
 def encode(value: Any) -> Any:
     """Return plain dicts, lists, numbers and strings for strict JSON. Fields at their default are left out."""
-    if value is None or type(value) in (str, int, bool):
+    kind = type(value)
+    if kind in _PLAIN:
         return value
+    if kind is float:
+        # Strict JSON has no NaN; a dict cannot be taken for a string.
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, tuple):
+        kinds = {*map(type, value)}  # most tuples are of numbers alone
+        if kinds <= _PLAIN or (kinds == {float} and math.isfinite(sum(value))):
+            return list(value)
+        return [encode(v) for v in value]
     if dataclasses.is_dataclass(value):
         return encode_fields(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}  # strict JSON has no NaN; a dict cannot be taken for a string
-    if isinstance(value, tuple):
-        return [encode(v) for v in value]
     if isinstance(value, Mapping):
         return {k: encode(v) for k, v in value.items()}
     return value
