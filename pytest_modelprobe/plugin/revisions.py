@@ -147,7 +147,7 @@ class Sides:
         """Yield what else looks on while the tests run, by name."""
         from pytest_modelprobe.revisions import TestFiles
 
-        if self._root is not None and not self._config.option.modelprobe_base_all:
+        if self._root is not None:
             yield "modelprobe-files", TestFiles(self._folder, self._root)
 
     # --- this side ----------------------------------------------------------------------------------------------------
@@ -236,8 +236,14 @@ class Sides:
         imports = import_roots(self._repository.root, tree.root)
         side = self._side(self._python, tree.folder(started_in), imports, without=self._repository.root)
         theirs = self._tests_on(side, tree.path(root) or tree.root)
-        tree.take(self._files_of(tests))
-        return side_by_side(tests, ours, theirs, folder=self._folder, check=tree.check, own_tests=tree.clean)
+        ignored = list(self._ignored(tests))
+        tree.take([*ignored, *self._files_of(tests)])
+
+        def own_tests() -> None:
+            tree.clean()
+            tree.take(ignored)
+
+        return side_by_side(tests, ours, theirs, folder=self._folder, check=tree.check, own_tests=own_tests)
 
     def _side(self, python: str, directory: Path, imports: list[Path], **more: Any) -> Side:
         """Return a side whose processes share the cores with those of the other side."""
@@ -264,6 +270,16 @@ class Sides:
         of_tests = [folder for folder in folders if folder.name in ("test", "tests", "testing")]
         for name in self._repository.working_files():
             if any((root / name).is_relative_to(folder) for folder in of_tests):
+                yield root / name
+
+    def _ignored(self, tests: set[str]) -> Iterator[Path]:
+        """Yield the files that tests use and git does not have: weights, compiled extensions, and submodules."""
+        from pytest_modelprobe.revisions import files_of
+
+        assert self._repository is not None
+        root, known = self._repository.root, {".git", *self._repository.working_files()}
+        for name in {name for test in tests for name in files_of(self._folder, test) or ()} - known:
+            if not name.startswith(".git/"):
                 yield root / name
 
     def _tests_on(self, side: Side, root: Path) -> TestsOn:

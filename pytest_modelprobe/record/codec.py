@@ -26,7 +26,6 @@ from typing import Any, NoReturn, cast
 
 from pytest_modelprobe.exceptions import UsageError
 
-
 _PLAIN = {str, int, bool, type(None)}
 
 

@@ -140,20 +140,26 @@ def is_elsewhere(root: Path, module: str, file: Path) -> bool:
     return not file.is_relative_to(root) and any(path.is_file() for path in own)
 
 
+def files_of(folder: Path, test: str) -> list[str] | None:
+    """Return the files of the repository that a test depends on, as `TestFiles` wrote them; `None` if nobody knows."""
+    path = folder_of(folder, test) / _FILES
+    found: list[str] | None = json.loads(path.read_text("utf-8")) if path.is_file() else None
+    return found
+
+
 def is_affected(folder: Path, test: str, changed: Collection[str]) -> bool:
     """Whether a test may depend on one of some files that differ, or it is not known.
 
     Python files are told apart. Of others a test may depend without opening them from Python, but on documentation.
 
     Args:
-        folder: The folder of records, to which `TestFiles` wrote.
+        folder: The folder to which `TestFiles` wrote.
         test: The node id.
         changed: The paths of the files that differ, relative to the root of the repository.
     """
-    path = folder_of(folder, test) / _FILES
-    if not path.is_file():
+    read = files_of(folder, test)
+    if read is None:
         return True
-    read = set(json.loads(path.read_text("utf-8")))
     known = (".py", *_NO_CODE)
     return any(
         name in read or PurePosixPath(name).suffix not in known or PurePosixPath(name).name == "conftest.py"

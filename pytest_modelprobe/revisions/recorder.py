@@ -68,7 +68,7 @@ class Recorder:
         self._evidence, self._beside, self._like = evidence, beside, like
         self._own_paths = own_paths
         self._test = ""
-        self._fails = False
+        self._is_probed = self._fails = False
         self._made = 0
         self._watches: list[tuple[Any, str | None]] = []
 

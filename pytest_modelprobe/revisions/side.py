@@ -568,7 +568,8 @@ class _Tests:
         self._write(BEGUN, item.nodeid)
         if not self._job.after or self._made_records(item.nodeid):
             return None
-        tear_down_before(item, nextitem)
+        with contextlib.suppress(Exception):  # what a fixture raises fails a test that is left out
+            tear_down_before(item, nextitem)
         self._write(ENDED, item.nodeid)
         return True
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 
 import pytest
+import torch
 
 from pytest_modelprobe.plugin.revisions import NOTHING_COMPARED
 
@@ -311,6 +314,34 @@ def test_texts_with_the_path_of_a_side_do_not_differ(plain: Project) -> None:
     plain.commit("paths")
     result = plain.run("--modelprobe-base=HEAD", "--modelprobe-base-all", "tests/test_path.py")
     assert "1 test ran 1 model of 1 class: 1 the same" in result.outlines
+
+
+def test_files_that_git_does_not_have_are_there_too(plain: Project) -> None:
+    other = plain.path / "other"
+    plain.write("other/weights.txt", "3\n")
+    plain.write(".gitignore", ".pytest_cache\n__pycache__\nweights.pt\nsrc/built.py\n")
+    plain.write("src/built.py", "scale = 2\n")
+    plain.write(
+        "tests/test_files.py",
+        """
+        import built, pathlib, torch
+        from net import Encoder
+
+        def test_weights():
+            root = pathlib.Path(__file__).parents[1]
+            x = torch.load(root / "weights.pt") * built.scale
+            Encoder()(x * int((root / "part" / "weights.txt").read_text()))
+        """,
+    )
+    torch.save(torch.ones(1, 2, 16), plain.path / "weights.pt")
+    for command in ("init -q", "add .", "commit -q -m one"):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command.split()], cwd=other, check=True)
+    plain.git("-c", "protocol.file.allow=always", "submodule", "add", "-q", str(other), "part")
+    shutil.rmtree(other)
+    plain.commit("with files")
+    plain.replace("src/net.py", *CHANGE)
+    said = text_of(plain.run("--modelprobe-base=HEAD", "tests/test_files.py"))
+    assert "1 test ran 1 model of 1 class: 1 changed\n" in said
 
 
 def test_what_hangs_on_the_other_side_leaves_the_rest_compared(plain: Project, monkeypatch: pytest.MonkeyPatch) -> None:
