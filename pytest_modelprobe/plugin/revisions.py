@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from pytest_modelprobe.comparison import Cause
     from pytest_modelprobe.gate import Repository
-    from pytest_modelprobe.report.results import Base, PairResult
+    from pytest_modelprobe.report.results import Base, PairResult, ShownCause
     from pytest_modelprobe.revisions import Pair, Side, SideBySide, TestsOn
 
 _FOLDER = "modelprobe_folder"
@@ -456,19 +457,23 @@ def _pair_result(pair: Pair, root: Path) -> PairResult:
     from pytest_modelprobe.revisions import pair_text
     from pytest_modelprobe.snapshot.outcome import shown_causes
 
-    record, sources, diagnosis, first = pair.here.record, pair.here.sources, pair.diagnosis, pair.first
+    head, diagnosis, first = pair.here.head, pair.diagnosis, pair.first
     changed = pair.verdict == "changed"
     text = pair_text(pair) if changed else ""
+
+    def shown(causes: Sequence[Cause]) -> tuple[ShownCause, ...]:
+        return shown_causes(causes, pair.here.record, root, pair.here.sources) if causes else ()
+
     return PairResult(
         record=pair.here.key,
         verdict=pair.verdict,
-        device=record.device,
-        model=record.model,
-        layers=len(record.layers),
+        device=head.device,
+        model=head.model,
+        layers=head.layers,
         first_line=text.partition("\n")[0],
-        causes=shown_causes(diagnosis.causes, record, root, sources) if changed else (),
-        possible=shown_causes(diagnosis.possible, record, root, sources) if changed else (),
-        notes=shown_causes(diagnosis.notes, record, root, sources),
+        causes=shown(diagnosis.causes) if changed else (),
+        possible=shown(diagnosis.possible) if changed else (),
+        notes=shown(diagnosis.notes),
         moved=len(diagnosis.moved) if changed else 0,
         text=text,
         first=None if first is None else first.layer,

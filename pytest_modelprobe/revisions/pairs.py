@@ -23,6 +23,21 @@ from pytest_modelprobe.text import count, listed, pattern, printable
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is known of a record in a file before it is decoded."""
+
+    model: str
+    device: str
+    has_run: bool
+    """Whether there was a forward."""
+    layers: int
+    names: str
+    """The same for records with the same names of layers."""
+    digest: str
+    """The same for records that are equal."""
+
+
 class Written:
     """A record that a test made, as it was written. One that was read is decoded when it is asked for.
 
@@ -32,10 +47,7 @@ class Written:
         record: The record, or the file that holds it.
         sources: The modules of Python that the classes of the model are from → their files.
         evidence: Whether the record has what a diagnosis needs, as one that differs from that of the other side has.
-        model: The name of the model, which a record in a file does not tell before it is decoded.
-        has_run: Whether there was a forward.
-        layers: The same for records with the same names of layers.
-        digest: The same for records that are equal.
+        head: What is known of a record in a file.
         own_paths: Folders that this side alone has. They are not written.
     """
 
@@ -47,17 +59,11 @@ class Written:
         sources: Mapping[str, str] = MappingProxyType({}),
         evidence: bool = False,
         *,
-        model: str = "",
-        has_run: bool = True,
-        layers: str = "",
-        digest: str = "",
+        head: Head | None = None,
         own_paths: Sequence[str] = (),
     ) -> None:
         self.test, self.key, self.sources, self.evidence = test, key, sources, evidence
-        self._record, self._digest, self._own_paths = record, digest, own_paths
-        if isinstance(record, Record):
-            model, has_run, layers = record.model, record.forwards > 0, names_of_layers(record)
-        self.model, self.has_run, self.layers = model, has_run, layers
+        self._record, self._head, self._own_paths = record, head, own_paths
 
     @functools.cached_property
     def record(self) -> Record:
@@ -75,9 +81,19 @@ class Written:
         return text
 
     @functools.cached_property
-    def digest(self) -> str:
-        """The same for records that are equal."""
-        return self._digest or hashlib.sha256(self.text.encode()).hexdigest()
+    def head(self) -> Head:
+        """What is known of the record before it is decoded."""
+        if self._head is not None:
+            return self._head
+        record = self.record
+        return Head(
+            model=record.model,
+            device=record.device,
+            has_run=record.forwards > 0,
+            layers=len(record.layers),
+            names=_digest("\n".join(record.layers)),
+            digest=_digest(self.text),
+        )
 
     def source(self, module: str) -> str | None:
         """Return the source of a module, or `None` if its file is not there."""
@@ -89,8 +105,13 @@ class Written:
         evidence = self.evidence if evidence is None else evidence
         return Written(self.test, self.key, record, self.sources, evidence, own_paths=self._own_paths)
 
-    def write(self, folder: Path) -> None:
-        """Write the record into a folder of records."""
+    def write(self, folder: Path, *, equal: Path | None = None) -> None:
+        """Write the record into a folder of records.
+
+        Args:
+            folder: The folder.
+            equal: A folder that has an equal record of the same test and key, which then is not written again.
+        """
         path = path_of(folder, self.test, self.key)
         path.parent.mkdir(parents=True, exist_ok=True)
         head = {
@@ -98,17 +119,14 @@ class Written:
             "key": self.key,
             "sources": dict(self.sources),
             "evidence": self.evidence,
-            "model": self.model,
-            "has_run": self.has_run,
-            "layers": self.layers,
-            "digest": self.digest,
+            "head": dataclasses.asdict(self.head),
+            "record": str(path if equal is None else path_of(equal, self.test, self.key)),
         }
-        path.write_text(f"{json.dumps(head)}\n{self.text}", "ascii")
+        path.write_text(f"{json.dumps(head)}\n{self.text if equal is None else ''}", "ascii")
 
 
-def names_of_layers(record: Record) -> str:
-    """Return a text that is the same for records with the same names of layers."""
-    return hashlib.sha256("\n".join(record.layers).encode()).hexdigest()
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def path_of(folder: Path, test: str, key: str) -> Path:
@@ -136,8 +154,8 @@ def read_one(folder: Path, test: str, key: str) -> Written | None:
 
 def _read(path: Path) -> Written:
     with path.open(encoding="ascii") as file:
-        head = json.loads(file.readline())
-    return Written(record=path, **head)
+        told = json.loads(file.readline())
+    return Written(**{**told, "record": Path(told["record"]), "head": Head(**told["head"])})
 
 
 Verdict = Literal["unchanged", "rewritten", "rounding", "changed", "not repeatable", "not run"]
@@ -189,8 +207,8 @@ def judged(here: Written, there: Written) -> Pair:
         here: The record of this side, with evidence if the two differ.
         there: The same of the other side.
     """
-    if here.digest == there.digest and not (here.evidence or there.evidence):
-        return Pair(here, there, "unchanged" if here.has_run else "not run", _no_difference())
+    if here.head.digest == there.head.digest and not (here.evidence or there.evidence):
+        return Pair(here, there, "unchanged" if here.head.has_run else "not run", _no_difference())
     # The noise of a watch is not measured; most rounding is smaller than what a file can hold.
     exact = there.record.noise and not is_narrow(there.record)  # where float32 is narrow no more, its noise is 0
     found = compare_records(here.record, there.record, "exact" if exact else "measured")
@@ -200,7 +218,7 @@ def judged(here: Written, there: Written) -> Pair:
         verdict: Verdict = "not repeatable"
     elif not pair.diagnosis.same:
         verdict, source = "changed", changed_methods(pair.diagnosis, here.sources, there.source)
-    elif not (here.has_run or there.has_run):
+    elif not (here.head.has_run or there.head.has_run):
         verdict = "not run"  # a watch that saw no forward
     elif pair.first is not None:
         verdict = "rounding"
@@ -250,7 +268,7 @@ def summary(pairs: Sequence[Pair]) -> str:
     """
     counts = Counter(pair.verdict for pair in pairs)
     told = [f"{counts[verdict]} {words}" for verdict, words in _WORDS.items() if counts[verdict]]
-    tests, models = {pair.here.test for pair in pairs}, {pair.here.model for pair in pairs}
+    tests, models = {pair.here.test for pair in pairs}, {pair.here.head.model for pair in pairs}
     of = f"{count(len(pairs), 'model')} of {count(len(models), 'class')}"
     return f"{count(len(tests), 'test')} ran {of}" + (f": {', '.join(told)}" if told else "")
 

@@ -159,14 +159,15 @@ class Recorder:
     def _write(self, plain: Written) -> None:
         if not self._test:  # a probe that a plugin made
             return
-        written = plain
+        written, equal = plain, None
         if self._like is not None and (like := read_one(self._like, plain.test, plain.key)) is not None:
             written = _with_evidence_like(plain, like)
         elif self._beside is not None and (beside := read_one(self._beside, plain.test, plain.key)) is not None:
             written = _with_evidence_if_differing(plain, beside)
+            equal = self._beside if written is plain and plain.head.digest == beside.head.digest else None
         elif self._evidence:
             written = _with_evidence(plain)
-        written.write(self._folder)
+        written.write(self._folder, equal=equal)
 
 
 def _take_keys(here: Sequence[Written], there: Iterable[Written]) -> None:
@@ -176,7 +177,7 @@ def _take_keys(here: Sequence[Written], there: Iterable[Written]) -> None:
     is left by class: one of the same key, or else the first.
     """
     unpaired, left = list(here), {one.key: one for one in there}
-    for fields in (("model", "layers"), ("model",)):
+    for fields in (("head.model", "head.names"), ("head.model",)):
         like = operator.attrgetter(*fields)
         for one in unpaired[:]:
             candidates = filter(None, (left.get(one.key), *left.values()))
@@ -198,7 +199,7 @@ def _with_evidence(plain: Written) -> Written:
 
 def _with_evidence_if_differing(there: Written, here: Written) -> Written:
     """Return a record of the side that runs second."""
-    differs = there.digest != here.digest and (
+    differs = there.head.digest != here.head.digest and (
         is_narrow(there.record) or not compare_records(here.record, there.record).same
     )
     return _with_evidence(there) if differs or _may_hide_code(there, here) else there
