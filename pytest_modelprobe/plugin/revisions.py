@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from pytest_modelprobe.comparison import Cause
     from pytest_modelprobe.gate import Repository
     from pytest_modelprobe.report.results import Base, PairResult, ShownCause
     from pytest_modelprobe.revisions import Pair, Side, SideBySide, TestsOn
@@ -461,7 +460,7 @@ def _pair_result(pair: Pair, root: Path) -> PairResult:
     changed = pair.verdict == "changed"
     text = pair_text(pair) if changed else ""
 
-    def shown(causes: Sequence[Cause]) -> tuple[ShownCause, ...]:
+    def shown(causes: Sequence[Any]) -> tuple[ShownCause, ...]:
         return shown_causes(causes, pair.here.record, root, pair.here.sources) if causes else ()
 
     return PairResult(
