@@ -114,6 +114,20 @@ class Repository:
             raise GitError(f"{ref} and HEAD have no commit in common")
         return found
 
+    def merge_base(self, ref: str) -> str:
+        """Return the newest commit that ``ref`` and ``HEAD`` have in common.
+
+        Raises:
+            GitError: As `merge_bases`, or there are several.
+        """
+        first, *others = self.merge_bases(ref)
+        if others:
+            raise GitError(
+                f"HEAD and {ref} have {1 + len(others)} newest commits in common, as they were merged crosswise: name "
+                f"one of them, such as {first[:10]}"
+            )
+        return first
+
     def _cut_off_between(self, tip: str, other: str) -> bool:
         """Return whether a commit that only one of the two has lacks its parents here.
 

@@ -118,13 +118,7 @@ class Sides:
             if self._ref is not None:
                 self._repository = Repository(self._config.rootpath)
                 self._root = self._repository.root
-                bases = self._repository.merge_bases(self._ref)
-                if len(bases) > 1:
-                    raise GitError(
-                        f"HEAD and {self._ref} have {len(bases)} newest commits in common, as they were merged "
-                        f"crosswise: name one of them, such as {bases[0][:10]}"
-                    )
-                self._commit = bases[0]
+                self._commit = self._repository.merge_base(self._ref)
             if option.modelprobe_base_python is not None:
                 if shutil.which(self._python) is None:
                     raise SideError(f"there is no interpreter {self._python}")

@@ -8,6 +8,7 @@ alone.
 from .dependencies import TestFiles as TestFiles
 from .dependencies import files_of as files_of
 from .dependencies import is_affected as is_affected
+from .pairs import VERDICTS as VERDICTS
 from .pairs import Pair as Pair
 from .pairs import Written as Written
 from .pairs import changed_lines as changed_lines

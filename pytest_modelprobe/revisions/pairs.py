@@ -160,6 +160,16 @@ def _read(path: Path) -> Written:
 
 Verdict = Literal["unchanged", "rewritten", "rounding", "changed", "not repeatable", "not run"]
 
+VERDICTS: Mapping[Verdict, str] = {
+    "changed": "changed",
+    "rounding": "the same but for rounding",
+    "rewritten": "the same, written otherwise",
+    "unchanged": "the same",
+    "not repeatable": "not repeatable",
+    "not run": "never ran",
+}
+"""The verdicts in words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -250,15 +260,6 @@ _MOST_TEXTS = 5
 _MOST_LINES = 20
 """How many more have a line."""
 
-_WORDS: dict[Verdict, str] = {
-    "changed": "changed",
-    "rounding": "the same but for rounding",
-    "rewritten": "the same, written otherwise",
-    "unchanged": "the same",
-    "not repeatable": "not repeatable",
-    "not run": "never ran",
-}
-
 
 def summary(pairs: Sequence[Pair]) -> str:
     """Return how many models are as they were.
@@ -267,7 +268,7 @@ def summary(pairs: Sequence[Pair]) -> str:
     '0 tests ran 0 models of 0 classes'
     """
     counts = Counter(pair.verdict for pair in pairs)
-    told = [f"{counts[verdict]} {words}" for verdict, words in _WORDS.items() if counts[verdict]]
+    told = [f"{counts[verdict]} {words}" for verdict, words in VERDICTS.items() if counts[verdict]]
     tests, models = {pair.here.test for pair in pairs}, {pair.here.head.model for pair in pairs}
     of = f"{count(len(pairs), 'model')} of {count(len(models), 'class')}"
     return f"{count(len(tests), 'test')} ran {of}" + (f": {', '.join(told)}" if told else "")

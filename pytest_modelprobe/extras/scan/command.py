@@ -41,7 +41,12 @@ def add_command(commands: Any) -> None:
         "--layers", action="append", default=[], metavar="GLOB", help="only these layers in the table, '**' for all"
     )
     scan.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:N or mps (default: cpu)")
-    scan.add_argument("--write", metavar="PATH", help="write a file of tests, to be edited")
+    one_of = scan.add_mutually_exclusive_group()
+    one_of.add_argument("--write", metavar="PATH", help="write a file of tests, to be edited")
+    one_of.add_argument(
+        "--base", metavar="REF",
+        help="only say what is not as in the model of the same name at the merge base of HEAD and REF",
+    )  # fmt: skip
     scan.set_defaults(run=_run)
 
 
@@ -61,6 +66,9 @@ def _run(options: argparse.Namespace) -> int:
     with ModelProbe(options.device) as probe:
         try:
             scanned = ScannedModel(load(options.model), probe, inputs)
+            _show_inputs(scanned)
+            if options.base is not None:
+                return _run_beside(scanned, options.base)
             findings = _show_record(scanned, options.layers)
             outcomes = list(_shown(scanned.outcomes()))
         except SystemExit as error:  # with code 0 it would read as a model that was scanned
@@ -78,13 +86,32 @@ def _run(options: argparse.Namespace) -> int:
     return DIFFERENT if findings or broken else SAME
 
 
-def _show_record(scanned: ScannedModel, layers: Sequence[str]) -> Sequence[str]:
-    """Print the inputs, the table of layers and the findings, and return these."""
-    from pytest_modelprobe.record import record_text
-
+def _show_inputs(scanned: ScannedModel) -> None:
     given = " ".join(map(str, scanned.inputs))
     guessed = " (guessed; --input gives others)" if scanned.is_guessed and given else ""
     print(_line(f"Inputs: {given or 'none'}{guessed}") + "\n")
+
+
+def _run_beside(scanned: ScannedModel, ref: str) -> int:
+    """Print what is not as at another commit."""
+    from pytest_modelprobe.gate import Repository
+    from pytest_modelprobe.revisions import VERDICTS, pair_text
+
+    from .beside import beside
+
+    commit = Repository(Path.cwd()).merge_base(ref)
+    pair = beside(scanned.target.name, [*map(str, scanned.inputs)], commit, device=str(scanned.probe.device))
+    print(printable(f"Beside {ref} ({commit[:10]}): {VERDICTS[pair.verdict]}"))
+    if pair.verdict != "changed":
+        return SAME
+    print(f"\n{pair_text(pair)}")
+    return DIFFERENT
+
+
+def _show_record(scanned: ScannedModel, layers: Sequence[str]) -> Sequence[str]:
+    """Print the table of layers and the findings, and return these."""
+    from pytest_modelprobe.record import record_text
+
     if layers:
         print(scanned.record.table(layers))
     else:
