@@ -3,7 +3,8 @@
 FOLDER holds a clone of each repository of `commits.json`, by its name. None of their code is kept here: `commits.json`
 names commits and says what each does, and what a first line should name, read from its diff before the run. The
 environment needs what the tests import. Rows are kept in `rows.json`; those of the repositories that are named are made
-anew, or of all. `--every N` runs the tests by themselves too at every Nth commit, to compare outcomes and seconds.
+anew, or of all. `--every N` runs the tests by themselves too at every Nth commit, to compare outcomes and seconds;
+`--first N` leaves out commits after the first N of each list, of repositories whose tests take long.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def causes(results: dict[str, Any]) -> list[str]:
     return [line for line, _ in found.most_common()]
 
 
-def rows(clones: Path, repository: dict[str, Any], every: int) -> Iterator[dict[str, Any]]:
+def rows(clones: Path, repository: dict[str, Any], every: int, first: int | None) -> Iterator[dict[str, Any]]:
     """Yield what was seen at each commit."""
     folder, tests = clones / repository["name"], repository["tests"]
-    for number, commit in enumerate(repository["commits"]):
+    for number, commit in enumerate(repository["commits"][:first]):
         git(folder, "checkout", "-q", "-f", commit["commit"])
         plain = ran(folder, *tests) if number % every == 0 else None
         with tempfile.TemporaryDirectory() as place:
@@ -123,13 +124,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--first", type=int)
     given = parser.parse_args()
     known = json.loads((HERE / "commits.json").read_text("utf-8"))
     for repository in known:
         if given.names and repository["name"] not in given.names:
             continue
         new = []
-        for row in rows(given.folder.resolve(), repository, given.every):
+        for row in rows(given.folder.resolve(), repository, given.every, given.first):
             print(json.dumps(row), flush=True)
             new.append(row)
         kept = json.loads(ROWS.read_text("utf-8")) if ROWS.exists() else []

@@ -4,6 +4,9 @@ Two doors of `torch.nn.Module` are watched, both outermost only: construction an
 drawn from a seed of its own, and the random states are put back afterwards. So what a test draws depends on nothing
 that a model draws, and the weights of a layer depend on its name: a layer that is added changes no other number.
 
+Hooks of torch for all modules would not do: a watch that begins in one misses the call that it is in. Mutation needs
+these, for what it plants has to reach the hooks of a module.
+
 The seed of a door is made of the newest seed that the test has set, the class of the model, and how many of that class
 there were since. Code that sets a seed twice to get the same model twice still gets it.
 """
