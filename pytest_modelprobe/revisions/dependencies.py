@@ -161,6 +161,8 @@ class TestFiles:
         """Look on no more."""
         self._now = None
         if self._tool is not None:
+            monitoring.set_events(self._tool, 0)
+            monitoring.register_callback(self._tool, monitoring.events.PY_START, None)
             monitoring.free_tool_id(self._tool)
 
     def _own(self, files: set[Path]) -> set[Path]:

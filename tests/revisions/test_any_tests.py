@@ -224,7 +224,7 @@ def test_a_test_that_uses_no_file_that_differs_does_not_run_there(plain: Project
 
 
 PACKAGE = {
-    "src/package/__init__.py": "from .one import One\nfrom .two import Two, known\n",
+    "src/package/__init__.py": "from .known import known\nfrom .one import One\nfrom .two import Two\n",
     "src/package/one.py": "from torch import nn\n\nclass One(nn.Linear):\n    pass\n",
     "src/package/two.py": """
         import functools
@@ -235,10 +235,8 @@ PACKAGE = {
         class Two(nn.Linear):
             def forward(self, x):
                 return super().forward(x) * 1
-
-        def known():
-            return 1
         """,
+    "src/package/known.py": "def known():\n    return 1\n",
     "tests/test_package.py": """
         import pytest, torch
         from package import One, Two, known
@@ -258,21 +256,21 @@ PACKAGE = {
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python does not tell which functions run")
 @pytest.mark.parametrize(
-    ("old", "new", "runs"),
+    ("file", "old", "new", "runs"),
     [
-        ("(x) * 1", "(x) * 2", 1),
-        ("return 1", "return 2", 2),  # a fixture of the session
-        ("WIDTH = 2", "WIDTH = 3", 2),
-        ("def forward", "@functools.cache\n    def other(self):\n        pass\n\n    def forward", 2),
+        ("two", "(x) * 1", "(x) * 2", 1),
+        ("known", "return 1", "return 2", 2),  # a fixture of the session
+        ("two", "WIDTH = 2", "WIDTH = 3", 2),
+        ("two", "def forward", "@functools.cache\n    def other(self):\n        pass\n\n    def forward", 2),
     ],
 )
 def test_code_that_a_test_imports_and_does_not_run_counts_outside_of_functions(
-    plain: Project, old: str, new: str, runs: int
+    plain: Project, file: str, old: str, new: str, runs: int
 ) -> None:
     for name, text in PACKAGE.items():
         plain.write(name, text)
     plain.commit("a package")
-    plain.replace("src/package/two.py", old, new)
+    plain.replace(f"src/package/{file}.py", old, new)
     said = text_of(plain.run("--modelprobe-base=HEAD", "tests/test_package.py"))
     assert f"{runs} test{'s' * (runs > 1)} ran " in said
     assert ("1 test not run again, for no file that they use differs" in said) == (runs == 1)
