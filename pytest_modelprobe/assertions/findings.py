@@ -16,6 +16,7 @@ from pytest_modelprobe.text import count, listed
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
 from .sources import find_unreached, full_name, returns_drawn_zeros
 from .structure import of_unknown_use, uncalled, weights_in_use
+from .training import find_frozen_in_training
 
 
 def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
@@ -88,6 +89,12 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
         found.append(f"dead units: {listed(units)}")
     if unknown := [record.layers[name].label for name in of_unknown_use(record)]:
         found.append(f"never called, and no gradient can tell whether its weights are used: {listed(unknown)}")
+    if frozen := find_frozen_in_training(record):
+        parts = [
+            f"{label_of(part)} ({listed(list(dict.fromkeys(layer.type_name for layer in layers)))})"
+            for part, layers in frozen.items()
+        ]
+        found.append(f"frozen, and called in training mode: {listed(parts)}")
     return found
 
 
