@@ -16,7 +16,7 @@ from pytest_modelprobe.text import count, listed
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
 from .sources import find_unreached, full_name, returns_drawn_zeros
 from .structure import of_unknown_use, uncalled, weights_in_use
-from .training import find_frozen_in_training
+from .training import find_changes_in_steps, find_frozen_in_training
 
 
 def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
@@ -95,6 +95,9 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
             for part, layers in frozen.items()
         ]
         found.append(f"frozen, and called in training mode: {listed(parts)}")
+    if record.training is not None:
+        changes = find_changes_in_steps(record.training).items()
+        found += [f"{what}: {times:,} of {count(record.training.steps, 'step')}" for what, times in changes]
     return found
 
 

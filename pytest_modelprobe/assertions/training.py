@@ -65,7 +65,8 @@ def assert_training_loop(subject: Subject) -> None:
     - an optimizer with the parameters of another copy of the model;
     - training in evaluation mode and evaluation in training mode, if a layer depends on the mode;
     - most steps skipped by a ``GradScaler`` because gradients are not finite;
-    - BatchNorm with a batch that is accumulated in parts: a `HintWarning`, as sound loops do it too.
+    - BatchNorm with a batch that is accumulated in parts, hyperparameters or the mode of the model that change between
+      the backward passes of a step: a `HintWarning`, as sound loops do it too.
 
     Forwards that compute the statistics of a BatchNorm again, as ``torch.optim.swa_utils.update_bn`` does, are no
     evaluation. Gradients may be accumulated on purpose if they are reset after the step. Forwards in training mode
@@ -196,6 +197,24 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             "on it, or use a norm that does not depend on the batch.",
             hint=True,
         )
+    for what, times in find_changes_in_steps(training).items():
+        yield _Finding(
+            what,
+            times,
+            steps,
+            "The step is taken with the newest value, for gradients of all passes: call scheduler.step(), train() and "
+            "eval() after optimizer.step(), not after each backward.",
+            hint=True,
+        )
+
+
+def find_changes_in_steps(training: Training) -> dict[str, int]:
+    """Return what changed between the backward passes of one step, each with the number of steps."""
+    found = {
+        "hyperparameters changed between the backward passes of a step": training.rescheduled,
+        "the mode of the model changed between the backward passes of a step": training.switched,
+    }
+    return {what: times for what, times in found.items() if times}
 
 
 def _called(record: Record, *, training: bool) -> Iterator[Layer]:

@@ -260,8 +260,7 @@ class Gradients:
                 self._reached = self._current
                 forward.backwards.add(self._current)
                 forward.trained_by.add(self._current)
-                if not forward.kind[1]:
-                    self.steps.reached_in_evaluation()
+                self.steps.reached(forward.kind, self._current)
 
     def receive_parameter(self, names: list[str], gradient: torch.Tensor, axis: int | None = None) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``; ``axis`` is that of its units."""
