@@ -6,6 +6,7 @@ what a healthy model may do is a hint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -89,6 +90,14 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
         found.append(f"dead units: {listed(units)}")
     if unknown := [record.layers[name].label for name in of_unknown_use(record)]:
         found.append(f"never called, and no gradient can tell whether its weights are used: {listed(unknown)}")
+    clamped = [
+        f"{full_name(layer, own.name)} {own.clamped:,} of {math.prod(own.shape):,}"
+        for layer in record.layers.values()
+        for own in layer.parameters
+        if own.clamped >= max(_ELEMENTS, _CLAMPED * math.prod(own.shape))
+    ]
+    if clamped:
+        found.append(f"clamped, largest or smallest elements without a gradient in any pass: {listed(clamped)}")
     if frozen := find_frozen_in_training(record):
         parts = [
             f"{label_of(part)} ({listed(list(dict.fromkeys(layer.type_name for layer in layers)))})"
@@ -103,5 +112,7 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
 
 _MANY = 0.25
 """A layer is worth a look from this share of dead units on."""
+_CLAMPED = 0.05
+"""A weight is worth a look from this share of elements on that a clamp leaves out."""
 _ELEMENTS = 32
 """So many zeros of a unit are no chance: an element behind a ReLU is zero half of the time."""

@@ -404,6 +404,39 @@ class TrainingSteps:
                 self.forwards.step.applied[name] = statistics.reduce(parameter.grad, index=index)
 
 
+def clamped(zeros: torch.Tensor, weight: torch.Tensor) -> int:
+    """Return how many elements of a weight have no gradient because their values are too large or too small.
+
+    Left out are rows and columns without a gradient, as of dead units and of inputs that are always zero, and rows in
+    which too few elements have one. A clamp of weights is known by the values: nearly all that have no gradient are
+    beyond the middle nine tenths of those in their row that have one.
+
+    Args:
+        zeros: Whether the gradient of an element was zero in every pass.
+        weight: The values. Two dimensions or more.
+
+    >>> weight = torch.stack([torch.linspace(-1, 1, 100), torch.linspace(-1, 1, 100).roll(50)])
+    >>> clamped(weight.abs() > 0.9, weight), clamped(weight.abs() < 0.1, weight)
+    (20, 0)
+    """
+    if weight.shape != zeros.shape:
+        return 0
+    with ambient_modes_disabled(), torch.no_grad():
+        rows, values = zeros.flatten(1), weight.detach().float().flatten(1)
+        learning = (~rows).sum(1, keepdim=True)
+        left = zeros & (learning >= max(3, rows.shape[1] // 4)).view(-1, *[1] * (zeros.ndim - 1))
+        for dim in range(1, zeros.ndim):
+            whole = zeros.movedim(dim, 0).flatten(1).all(1)
+            left &= ~whole.view(-1, *[1] * (zeros.ndim - 1 - dim))
+        if not left.any():
+            return 0
+        low, high = torch.nanquantile(
+            values.masked_fill(rows, torch.nan), torch.tensor([0.05, 0.95]), dim=1, keepdim=True
+        )
+        beyond = left.flatten(1) & ((values < low) | (values > high))
+        return int(left.sum()) if beyond.sum() > 0.9 * left.sum() else 0
+
+
 def computes_gradients(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether gradients are known only after a step: a closure computes them, or a fused kernel unscales them."""
     return has_closure(args, kwargs) or getattr(optimizer, "grad_scale", None) is not None

@@ -361,6 +361,10 @@ class Parameter:
     optimizer that stepped holds the parameter."""
     group: int | None = None
     """In the record of a step, the number of its group in `Record.optimizers`."""
+    clamped: int = field(default=0, compare=False)
+    """In the record of all forwards, how many elements had a gradient of zero in every backward pass and are the
+    largest or the smallest of their row, while others of it learned, as behind a clamp of weights. It is 0 beside the
+    CPU, where nothing looks for it."""
     left_out: bool = False
     """In the record of a step, whether it requires a gradient although no optimizer that stepped holds it."""
 
