@@ -166,6 +166,20 @@ class Value:
         return _numbers(self.backward, f"the gradient of {self.path} of shape {self.shape}")
 
     @property
+    def without_gradient(self) -> float | None:
+        """The share of positions without a gradient, if the axes are batch, positions and features.
+
+        A position is all elements along the last axis. `None` if there are other axes, if no gradient arrived, or if
+        elements of it are zero that are not all those of a position. It is large in healthy models too, whose loss
+        takes a class token, masked tokens or matched boxes.
+        """
+        statistics = None if self.backward is None else self.backward.statistics
+        width = self.shape[-1] if len(self.shape) == 3 else None
+        if statistics is None or not isinstance(width, int) or not statistics.count or statistics.zeros % width:
+            return None
+        return statistics.zeros / statistics.count
+
+    @property
     def is_floating(self) -> bool:
         """Whether its dtype is a floating-point or complex one."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
