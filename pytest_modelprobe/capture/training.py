@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import accumulates, graph_task
-from pytest_modelprobe.models import Layers, detached_copy, read_flags
+from pytest_modelprobe.models import Layers, detached_copy, holds_elements, read_flags
 from pytest_modelprobe.record import ForwardKind, OptimizerGroup, Training
 from pytest_modelprobe.statistics import Reduced, Reduction, ambient_modes_disabled, as_plain_tensor
 
@@ -419,7 +419,7 @@ def clamped(zeros: torch.Tensor, weight: torch.Tensor) -> int:
     >>> clamped(weight.abs() > 0.9, weight), clamped(weight.abs() < 0.1, weight)
     (20, 0)
     """
-    if weight.shape != zeros.shape:
+    if weight.shape != zeros.shape or not weight.is_cpu or not holds_elements(weight):  # moved or freed since
         return 0
     with ambient_modes_disabled(), torch.no_grad():
         rows, values = zeros.flatten(1), weight.detach().float().flatten(1)

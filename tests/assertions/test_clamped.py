@@ -75,6 +75,16 @@ def test_elements_beyond_a_clamp_are_a_hint_and_the_twin_whose_gradient_passes_i
     assert [one for one in hints(trained(model)) if one.startswith(SAID)] == []
 
 
+def test_a_weight_that_is_moved_or_freed_after_the_training_is_not_looked_at() -> None:
+    model = digits_model(linear=QuantizedLinear)
+    with Watch(model) as watch:
+        model(torch.ones(2, 1, 8, 8)).square().mean().backward()
+    model[3].weight.untyped_storage().resize_(0)
+    assert watch.record["3"].parameters[0].clamped == 0
+    model[3] = model[3].to("meta")
+    assert watch.record["3"].parameters[0].clamped == 0
+
+
 def pruned() -> nn.Module:
     model = digits_model()
     for layer in (model[3], model[5]):
