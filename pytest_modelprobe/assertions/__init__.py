@@ -21,6 +21,7 @@ from .structure import assert_no_leftover_hooks as assert_no_leftover_hooks
 from .structure import assert_param_count as assert_param_count
 from .structure import assert_shapes as assert_shapes
 from .structure import assert_tied as assert_tied
+from .training import assert_mode as assert_mode
 from .training import assert_no_gradient as assert_no_gradient
 from .training import assert_training_loop as assert_training_loop
 from .updates import assert_frozen as assert_frozen

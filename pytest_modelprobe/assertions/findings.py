@@ -6,6 +6,7 @@ what a healthy model may do is a hint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from pytest_modelprobe.text import count, listed
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
 from .sources import find_unreached, full_name, returns_drawn_zeros
 from .structure import of_unknown_use, uncalled, weights_in_use
+from .training import find_changes_in_steps, find_frozen_in_training
 
 
 def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
@@ -88,10 +90,29 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
         found.append(f"dead units: {listed(units)}")
     if unknown := [record.layers[name].label for name in of_unknown_use(record)]:
         found.append(f"never called, and no gradient can tell whether its weights are used: {listed(unknown)}")
+    clamped = [
+        f"{full_name(layer, own.name)} {own.clamped:,} of {math.prod(own.shape):,}"
+        for layer in record.layers.values()
+        for own in layer.parameters
+        if own.clamped >= max(_ELEMENTS, _CLAMPED * math.prod(own.shape))
+    ]
+    if clamped:
+        found.append(f"clamped, largest or smallest elements without a gradient in any pass: {listed(clamped)}")
+    if frozen := find_frozen_in_training(record):
+        parts = [
+            f"{label_of(part)} ({listed(list(dict.fromkeys(layer.type_name for layer in layers)))})"
+            for part, layers in frozen.items()
+        ]
+        found.append(f"frozen, and called in training mode: {listed(parts)}")
+    if record.training is not None:
+        changes = find_changes_in_steps(record.training).items()
+        found += [f"{what}: {times:,} of {count(record.training.steps, 'step')}" for what, times in changes]
     return found
 
 
 _MANY = 0.25
 """A layer is worth a look from this share of dead units on."""
+_CLAMPED = 0.05
+"""A weight is worth a look from this share of elements on that a clamp leaves out."""
 _ELEMENTS = 32
 """So many zeros of a unit are no chance: an element behind a ReLU is zero half of the time."""

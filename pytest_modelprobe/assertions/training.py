@@ -7,8 +7,10 @@ is trained toward the model that is compared with it, and the loss falls all the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
@@ -18,13 +20,25 @@ from pytest_modelprobe.record import (
     Selector,
     Training,
     address,
+    containers,
     has_nonfinite,
     label_of,
+    parent,
     selected,
 )
 from pytest_modelprobe.text import Cell, count, failed, failure, out_of, printable
 
-from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, record_of, reject_opaque
+from .sources import (
+    LEAVE_OUT,
+    Subject,
+    backward_of,
+    called,
+    fail_or_hint,
+    full_name,
+    record_of,
+    reject_opaque,
+    source_of,
+)
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -51,7 +65,8 @@ def assert_training_loop(subject: Subject) -> None:
     - an optimizer with the parameters of another copy of the model;
     - training in evaluation mode and evaluation in training mode, if a layer depends on the mode;
     - most steps skipped by a ``GradScaler`` because gradients are not finite;
-    - BatchNorm with a batch that is accumulated in parts: a `HintWarning`, as sound loops do it too.
+    - BatchNorm with a batch that is accumulated in parts, hyperparameters or the mode of the model that change between
+      the backward passes of a step: a `HintWarning`, as sound loops do it too.
 
     Forwards that compute the statistics of a BatchNorm again, as ``torch.optim.swa_utils.update_bn`` does, are no
     evaluation. Gradients may be accumulated on purpose if they are reset after the step. Forwards in training mode
@@ -182,6 +197,24 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             "on it, or use a norm that does not depend on the batch.",
             hint=True,
         )
+    for what, times in find_changes_in_steps(training).items():
+        yield _Finding(
+            what,
+            times,
+            steps,
+            "The step is taken with the newest value, for gradients of all passes: call scheduler.step(), train() and "
+            "eval() after optimizer.step(), not after each backward.",
+            hint=True,
+        )
+
+
+def find_changes_in_steps(training: Training) -> dict[str, int]:
+    """Return what changed between the backward passes of one step, each with the number of steps."""
+    found = {
+        "hyperparameters changed between the backward passes of a step": training.rescheduled,
+        "the mode of the model changed between the backward passes of a step": training.switched,
+    }
+    return {what: times for what, times in found.items() if times}
 
 
 def _called(record: Record, *, training: bool) -> Iterator[Layer]:
@@ -195,7 +228,101 @@ def _depends_on_mode(layer: Layer) -> bool:
     """Whether a layer computes something else in training than in evaluation mode."""
     rates = ("p", "drop_prob") if "Drop" in layer.type_name else ("dropout",)
     values = (layer.attributes.get(name) for name in rates)
-    return "BatchNorm" in layer.type_name or any(isinstance(rate, (int, float)) and rate > 0 for rate in values)
+    normalizes = "BatchNorm" in layer.type_name and "Frozen" not in layer.type_name
+    return normalizes or any(isinstance(rate, (int, float)) and rate > 0 for rate in values)
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
+
+
+def assert_mode(subject: Subject, modes: Mapping[str, Literal["train", "eval"]]) -> None:
+    """Assert in which mode layers are called: a frozen part in evaluation mode, what learns in training mode.
+
+    ``model.train()`` sets the mode of all layers, also of a part that was set to evaluation mode before. In training
+    mode a BatchNorm uses and updates statistics of the batch, and dropout is random, whether or not their layers are
+    frozen.
+
+    Args:
+        subject: A probe with one run or watch, a watch, or a record. Where forwards are merged, the newest of each kind
+            counts. Of a watch, the steps that are kept are looked at too; for ``"train"`` these alone, so that an
+            evaluation between them counts for nothing.
+        modes: Glob of layers → ``"train"`` or ``"eval"``: ``"backbone.**"`` is the layer ``backbone`` with all that is
+            inside it.
+
+    Raises:
+        AssertionError: A layer was called in the other mode.
+        NothingObservedError: None of the layers was called.
+        UsageError: ``modes`` is no dict of modes, or is empty.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3))
+    >>> _ = model[0].eval()
+    >>> record = ModelProbe().run(model, torch.ones(4, 2))
+    >>> assert_mode(record, {"0": "eval", "1": "train"})
+    """
+    if not isinstance(modes, Mapping) or not modes or any(mode not in _MODES for mode in modes.values()):
+        raise UsageError(f"modes is a dict such as {{'backbone.**': 'eval', 'head': 'train'}}; got {modes!r}")
+    source, whole = source_of(subject), record_of(subject)
+    steps = [] if isinstance(source, Record) else [*source.steps]
+    looked_at: set[str] = set()
+    wrong: dict[str, list[Cell]] = {}
+    for selector, mode in modes.items():
+        records = steps if mode == "train" else [whole, *steps]
+        for layer in called(whole, selector):
+            looked_at.add(layer.name)
+            calls = [call for record in records for call in record[layer.name].calls] or layer.calls
+            if any(call.training is not (mode == "train") for call in calls):
+                wrong[layer.label] = [layer.name, layer.type_name, "eval" if mode == "train" else "train", mode]
+    if wrong:
+        label, (_, _, actual, expected) = next(iter(wrong.items()))
+        raise failed(
+            f"{label} is called in {_MODES[str(actual)]} mode, not in {_MODES[str(expected)]} mode; "
+            f"{out_of(len(wrong), len(looked_at), 'layer')}",
+            ["layer", "type", "mode", "expected"],
+            wrong.values(),
+            f"Call {expected}() on it after each {actual}() of the model, which sets the mode of all layers.",
+        )
+
+
+_MODES = {"train": "training", "eval": "evaluation"}
+
+
+def find_frozen_in_training(record: Record) -> dict[str, list[Layer]]:
+    """Return the layers in training mode that depend on it and are in a frozen part, by the outermost such part.
+
+    A part is frozen if it has weights and all its parameters are frozen, while others learn. Left out are
+
+    - a part behind something that learns: a discriminator is frozen for the step of the generator. Not left out is a
+      BatchNorm among layers that learn;
+    - one with the shapes of parameters that learn: a target network, or the first of equal blocks;
+    - one with embeddings alone, which are frozen beside adapters.
+    """
+    owned = [(layer, own) for layer in record.layers.values() for own in layer.parameters]
+    learned = Counter(own.shape for _, own in owned if own.requires_grad and own.gradient is not None)
+    learning = {name for layer, own in owned if own.requires_grad for name in _at_and_around(layer.name)}
+    weights = (layer.name for layer, own in owned if len(own.shape) > 1 and "Embedding" not in layer.type_name)
+    frozen = {name for layer in weights for name in _at_and_around(layer)} - learning
+    found: dict[str, list[Layer]] = {}
+    for layer in filter(_depends_on_mode, _called(record, training=True)) if learned else ():
+        part = next((name for name in _at_and_around(layer.name) if name in frozen), None)
+        if part is not None and not any(value.requires_grad for _, value in layer.outputs):
+            inside = (own.shape for one, own in owned if part in _at_and_around(one.name))
+            if part in found or not Counter(inside) <= learned:
+                found.setdefault(part, []).append(layer)
+        elif (
+            "BatchNorm" in layer.type_name
+            and layer.parameters
+            and layer.name not in learning
+            and parent(layer.name) in learning
+        ):
+            found[layer.name] = [layer]
+    return found
+
+
+def _at_and_around(name: str) -> list[str]:
+    return [*containers(name), name]
 
 
 # --- targets that are compared with -----------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ from .forwards import ObservedStep
 from .observation import AttentionObservation, CallObservation, ParameterGradient, Parts, TensorObservation, Totals
 from .profiler import TOTAL, Costs
 from .tensors import ParameterReading, is_pointwise, named_tensors, plain_name, reducer
+from .training import clamped
 
 Which = Literal["all", "first", "last", "evaluations", "others"] | int
 """Which forwards: all, one, those of a step by its number from 0, or those that are part of no step: those that no
@@ -204,6 +205,7 @@ def _elements(module: nn.Module | None) -> int:
 class _Builder:
     def __init__(self, capture: Capture, which: Which, chosen: _Chosen, before: Mapping[str, ParameterReading]) -> None:
         self.capture = capture
+        self.which = which
         self.step = chosen.step or ObservedStep()
         self.first = chosen.first
         self.backwards = chosen.backwards
@@ -271,6 +273,7 @@ class _Builder:
         unknown = _REPLACED if self.backwards and in_place else None
         then, now = self.own[full]
         reading = self.reading(then)
+        zeros = self.capture.gradients.zeros.get(first) if self.which == "all" else None
         applied, update = self.step.applied.get(full), self.step.updates.get(full)
         return Parameter(
             name=name,
@@ -287,6 +290,7 @@ class _Builder:
             applied=None if applied is None else self.reading(applied),
             update=None if update is None else self.reading(update),
             group=self.step.groups.get(full),
+            clamped=0 if zeros is None else clamped(zeros, tensor),
             left_out=tensor.requires_grad and bool(self.step.updates) and update is None,
         )
 

@@ -62,6 +62,9 @@ from .tensors import ContentKey, content_key, is_parameter, shape_of, stacked_ax
 from .training import GradientState, Steps, TrainingSteps, computes_gradients, has_closure, is_skipped
 
 _index = operator.attrgetter("index")
+_ZEROS = 4  # the place of the zeros in a row of numbers
+_FEWEST_ZEROS = 0.05
+"""A weight is worth a look from this share of elements without a gradient on."""
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
 
 
@@ -96,6 +99,11 @@ class Gradients:
         self._cache: dict[tuple[int, int | None, ContentKey], tuple[Reduction, Any]] = {}
         self.count = 0
         """Backward passes, those inside a forward left out."""
+        self.zeros: dict[str, torch.Tensor | None] = {}
+        """Elements of weights whose gradient was zero in every pass, by full name. None if they are few, or not known.
+
+        Only where there are many in each pass is there a tensor, so that most weights cost nothing.
+        """
         self.recomputed: tuple[Forward, int] | None = None
         """Forward and start of the newest call that was recomputed, if no gradient has arrived since."""
 
@@ -260,13 +268,13 @@ class Gradients:
                 self._reached = self._current
                 forward.backwards.add(self._current)
                 forward.trained_by.add(self._current)
-                if not forward.kind[1]:
-                    self.steps.reached_in_evaluation()
+                self.steps.reached(forward.kind, self._current)
 
     def receive_parameter(self, names: list[str], gradient: torch.Tensor, axis: int | None = None) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``; ``axis`` is that of its units."""
         first, newest = self.forwards.first, self.forwards.newest
         reduced = self._reduced(gradient, 0 if newest is None else newest.index, WHOLE, axis)
+        self._note_zeros(names[0], gradient, reduced)
         self.forwards.step.reached_by(self._current)
         receiving = [self.forwards.step.gradients]
         # The first and the newest forward have records of their own: those that the pass reached. It may have reached
@@ -286,6 +294,26 @@ class Gradients:
                     gradients[name] = ParameterGradient(reduced, self._current)
                 else:
                     held.receive(reduced, self._current)
+
+    def _note_zeros(self, name: str, gradient: torch.Tensor, reduced: Reduction) -> None:
+        """Note which elements of a weight had no gradient in any pass so far. Beside the CPU it would wait."""
+        before = self.zeros.get(name)
+        if before is None and name in self.zeros:
+            return
+        plain = type(gradient) is torch.Tensor and gradient.ndim > 1 and gradient.is_floating_point()
+        row = reduced.computed().row if plain and (before is None or before.shape == gradient.shape) else None
+        if row is None or row[_ZEROS] < _FEWEST_ZEROS * gradient.numel():
+            self.zeros[name] = None
+            return
+        if row[_ZEROS] == gradient.numel():
+            return
+        with ambient_modes_disabled():
+            zeros = gradient.detach() == 0
+            if before is not None:
+                zeros &= before
+            rows = zeros.flatten(1)
+            # Rows without any gradient alone are those of words that did not occur, or of dead units.
+            self.zeros[name] = zeros if bool((rows.any(1) != rows.all(1)).any()) else None
 
     def _reduced(self, gradient: torch.Tensor, index: int, samples: Samples, axis: int | None = None) -> Reduction:
         """Reduce a gradient: a large one once in a pass, though a sum hands it to each of its terms."""

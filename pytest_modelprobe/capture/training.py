@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -19,12 +19,27 @@ from torch.optim import Optimizer
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import accumulates, graph_task
-from pytest_modelprobe.models import Layers, detached_copy, read_flags
-from pytest_modelprobe.record import OptimizerGroup, Training
+from pytest_modelprobe.models import Layers, detached_copy, holds_elements, read_flags
+from pytest_modelprobe.record import ForwardKind, OptimizerGroup, Training
 from pytest_modelprobe.statistics import Reduced, Reduction, ambient_modes_disabled, as_plain_tensor
 
 from .forwards import ObservedForwards
 from .tensors import named_tensors, read_parameters
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """A backward pass whose gradients are added to ``.grad``."""
+
+    kinds: set[ForwardKind]
+    """Of the forwards that it reached."""
+    options: dict[_OptimizerSteps, list[Any]]
+    """Hyperparameters of the groups of each optimizer that has stepped."""
+
+    def has_other_mode(self, earlier: _Pass) -> bool:
+        """Whether it reached a layer in another mode than an earlier pass did."""
+        turned = ((root, not training) for root, training in self.kinds - earlier.kinds)
+        return not earlier.kinds.isdisjoint(turned)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +51,11 @@ class GradientState:
     """Full names of the parameter."""
     passes: set[int] = field(default_factory=set)
     """Numbers of the backward passes added up since a reset or a step."""
+    began: _Pass | None = None
+    """The first of them."""
+    newest: _Pass | None = None
+    switched: bool = False
+    """Whether one of them reached a layer in another mode than the first."""
     used: int = 0
     """Number of the newest step that was taken with these gradients, from 1; 0: there was none."""
     stale: bool = False
@@ -77,6 +97,10 @@ class Steps:
         self._lookalikes: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         """Of optimizers without a parameter of the model, whether theirs have the same shapes."""
         self._stepping = False
+        self._pass = _Pass(set(), {})
+        """The newest that adds to ``.grad``."""
+        self._reached: tuple[int, set[ForwardKind]] = -1, set()
+        """Number of the newest pass, and the kinds of the forwards that it reached."""
         self._task = -1
         self._adds = True  # whether the newest pass adds to ``.grad``
         self._were_reset: dict[int, bool] = {}  # by number of a step, as the newest pass began
@@ -105,9 +129,16 @@ class Steps:
             norms = (one for one in module.modules() if "running_mean" in one._buffers)
             self._idle |= not any(one.training and getattr(one, "momentum", 0.0) is None for one in norms)
 
-    def reached_in_evaluation(self) -> None:
-        """Note that a backward pass reached a forward in evaluation mode."""
-        self._in_evaluation = True
+    def reached(self, kind: ForwardKind, task: int) -> None:
+        """Note that a backward pass reached a forward."""
+        self._kinds_of(task).add(kind)
+        self._in_evaluation |= not kind[1]
+
+    def _kinds_of(self, task: int) -> set[ForwardKind]:
+        """Return the kinds of the forwards that the pass that runs has reached so far."""
+        if task != self._reached[0]:
+            self._reached = task, set()
+        return self._reached[1]
 
     def arrives(self, parameter: nn.Parameter, held: GradientState, task: int) -> None:
         """Count a gradient that is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`."""
@@ -118,6 +149,9 @@ class Steps:
                 self._adds = accumulates(parameter)
             if self._adds:
                 counts["passes"] += 1
+                known = self._by_optimizer.items()
+                options = {steps: [_scheduled(group) for group in one.param_groups] for one, steps in known}
+                self._pass = _Pass(self._kinds_of(task), options)
                 if not (step.taken or self._stepping):
                     self._discard_what_was_reset(task)
         if not self._adds:
@@ -134,6 +168,8 @@ class Steps:
         elif between:
             held.mixed = True
         held.passes.add(task)
+        held.began, held.newest = held.began or self._pass, self._pass
+        held.switched |= self._pass.has_other_mode(held.began)
         held.total, held.others = counts["steps"] + counts["others"], counts["others"]
         if self._stepping:  # in the closure of a step, which uses it
             held.used = counts["steps"]
@@ -196,6 +232,9 @@ class Steps:
                 counts = self._by_optimizer[optimizer] = _OptimizerSteps()
                 self._optimizer_steps.append(counts)
             used = {task for one in held for task in one.passes}
+            found["switched"] += any(one.switched for one in held)
+            ends = [(one.began.options, one.newest.options) for one in held if one.began and one.newest]
+            found["rescheduled"] += any(counts in first and first[counts] != newest[counts] for first, newest in ends)
             for one in held:
                 _forget(one)
                 one.used = found["steps"]
@@ -213,6 +252,7 @@ class Steps:
             for one in self.states:
                 if one.used == self._counts["steps"]:  # it has used the gradients of its closure
                     one.passes.clear()
+                    one.began, one.switched = None, False
 
     def _was_reset(self, held: GradientState, gradient: torch.Tensor) -> bool:
         """Whether a gradient with which a step was taken was reset to zero since.
@@ -224,8 +264,15 @@ class Steps:
         return self._were_reset[held.used]
 
 
+def _scheduled(group: Mapping[str, Any]) -> list[Any]:
+    """Return the hyperparameters of a group that schedulers change. A tensor is not read: that waits for its device."""
+    options = (group.get(name) for name in ("lr", "weight_decay", "momentum", "betas"))
+    return [option for option in options if isinstance(option, (int, float, tuple))]
+
+
 def _forget(held: GradientState) -> None:
     held.passes, held.used, held.stale, held.shared, held.mixed = set(), 0, False, False, False
+    held.began, held.switched = None, False
 
 
 def is_zero(gradient: torch.Tensor) -> bool | None:
@@ -355,6 +402,39 @@ class TrainingSteps:
         for name, parameter in parameters:
             if parameter.grad is not None:
                 self.forwards.step.applied[name] = statistics.reduce(parameter.grad, index=index)
+
+
+def clamped(zeros: torch.Tensor, weight: torch.Tensor) -> int:
+    """Return how many elements of a weight have no gradient because their values are too large or too small.
+
+    Left out are rows and columns without a gradient, as of dead units and of inputs that are always zero, and rows in
+    which too few elements have one. A clamp of weights is known by the values: nearly all that have no gradient are
+    beyond the middle nine tenths of those in their row that have one.
+
+    Args:
+        zeros: Whether the gradient of an element was zero in every pass.
+        weight: The values. Two dimensions or more.
+
+    >>> weight = torch.stack([torch.linspace(-1, 1, 100), torch.linspace(-1, 1, 100).roll(50)])
+    >>> clamped(weight.abs() > 0.9, weight), clamped(weight.abs() < 0.1, weight)
+    (20, 0)
+    """
+    if weight.shape != zeros.shape or not weight.is_cpu or not holds_elements(weight):  # moved or freed since
+        return 0
+    with ambient_modes_disabled(), torch.no_grad():
+        rows, values = zeros.flatten(1), weight.detach().float().flatten(1)
+        learning = (~rows).sum(1, keepdim=True)
+        left = zeros & (learning >= max(3, rows.shape[1] // 4)).view(-1, *[1] * (zeros.ndim - 1))
+        for dim in range(1, zeros.ndim):
+            whole = zeros.movedim(dim, 0).flatten(1).all(1)
+            left &= ~whole.view(-1, *[1] * (zeros.ndim - 1 - dim))
+        if not left.any():
+            return 0
+        low, high = torch.nanquantile(
+            values.masked_fill(rows, torch.nan), torch.tensor([0.05, 0.95]), dim=1, keepdim=True
+        )
+        beyond = left.flatten(1) & ((values < low) | (values > high))
+        return int(left.sum()) if beyond.sum() > 0.9 * left.sum() else 0
 
 
 def computes_gradients(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -166,6 +166,20 @@ class Value:
         return _numbers(self.backward, f"the gradient of {self.path} of shape {self.shape}")
 
     @property
+    def without_gradient(self) -> float | None:
+        """The share of positions without a gradient, if the axes are batch, positions and features.
+
+        A position is all elements along the last axis. `None` if there are other axes, if no gradient arrived, or if
+        elements of it are zero that are not all those of a position. It is large in healthy models too, whose loss
+        takes a class token, masked tokens or matched boxes.
+        """
+        statistics = None if self.backward is None else self.backward.statistics
+        width = self.shape[-1] if len(self.shape) == 3 else None
+        if statistics is None or not isinstance(width, int) or not statistics.count or statistics.zeros % width:
+            return None
+        return statistics.zeros / statistics.count
+
+    @property
     def is_floating(self) -> bool:
         """Whether its dtype is a floating-point or complex one."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
@@ -361,6 +375,10 @@ class Parameter:
     optimizer that stepped holds the parameter."""
     group: int | None = None
     """In the record of a step, the number of its group in `Record.optimizers`."""
+    clamped: int = field(default=0, compare=False)
+    """In the record of all forwards, how many elements had a gradient of zero in every backward pass and are the
+    largest or the smallest of their row, while others of it learned, as behind a clamp of weights. It is 0 beside the
+    CPU, where nothing looks for it."""
     left_out: bool = False
     """In the record of a step, whether it requires a gradient although no optimizer that stepped holds it."""
 

@@ -95,6 +95,11 @@ class Training:
 
     Beside the CPU, zeros are looked for in the steps that are kept alone.
     """
+    rescheduled: int = 0
+    """Steps between whose backward passes a hyperparameter of the optimizer changed: its learning rate, weight decay,
+    momentum or betas. What the first step of an optimizer had is not known."""
+    switched: int = 0
+    """Steps with gradients of forwards of the same layer in both modes, training and evaluation."""
     discarded: int = 0
     """How often gradients were reset before any step was taken."""
 

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from pytest_modelprobe import (
     assert_params_updated,
     assert_training_loop,
 )
+from pytest_modelprobe.assertions.findings import hints
 
 PROBE = ModelProbe()
 X = PROBE.randn(8, 6)
@@ -324,6 +326,88 @@ def test_a_norm_over_the_parts_of_an_accumulated_batch_is_said() -> None:
     (text,) = (str(one.message) for one in hints)
     assert text.startswith("1 sees an accumulated batch in parts: 3 of 3 times")
     assert "BatchNorm1d computes mean and variance of each part separately" in text
+
+
+def in_parts(*, each_part: Callable[[nn.Module, Any, int], None], each_step: bool = True) -> Watch:
+    """Train in steps of two microbatches with a schedule; ``each_part`` runs after each backward."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=2 * STEPS + 1)
+    with ModelProbe() as probe:
+        watch = probe.watch(model.train())
+        for _ in range(STEPS):
+            for number, part in enumerate(X.chunk(2)):
+                loss(model, part).backward()
+                each_part(model, scheduler, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            if each_step:
+                scheduler.step()
+    return watch
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # as torch says if the first is too early
+@pytest.mark.parametrize(
+    ("each_part", "what", "times"),
+    [  # what the optimizer had is known from its second step on
+        (lambda model, scheduler, number: scheduler.step(), "hyperparameters", STEPS - 1),
+        (lambda model, scheduler, number: model.train(bool(number)), "the mode of the model", STEPS),
+    ],
+)
+def test_what_changes_between_the_backward_passes_of_a_step_is_a_hint(
+    each_part: Callable[[nn.Module, Any, int], None], what: str, times: int
+) -> None:
+    watch = in_parts(each_part=each_part, each_step=False)
+    text = f"{what} changed between the backward passes of a step: {times} of {STEPS} "
+    assert hints(watch.record) == [f"{text}steps"]
+    with pytest.warns(HintWarning, match=f"^{text}times") as said:
+        assert_training_loop(watch)
+    assert str(said[0].message).endswith(
+        "call scheduler.step(), train() and eval() after optimizer.step(), not after each backward."
+    )
+
+
+def test_a_scheduler_and_an_evaluation_after_each_step_are_sound() -> None:
+    def evaluate(model: nn.Module, scheduler: Any, number: int) -> None:
+        with torch.no_grad():
+            model.eval()(X)
+        model.train()
+
+    watch = in_parts(each_part=evaluate)
+    assert (watch.record.training.rescheduled, watch.record.training.switched) == (0, 0)
+    assert hints(watch.record) == []
+
+
+def test_an_attack_in_evaluation_mode_whose_gradients_are_reset_is_sound() -> None:
+    model = net()
+    optimizer = sgd(model)
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        for _ in range(STEPS):
+            x = X.clone().requires_grad_()
+            loss(model.eval(), x).backward()
+            optimizer.param_groups[0]["lr"] *= 0.5
+            optimizer.zero_grad()
+            loss(model.train(), x.detach() + x.grad.sign()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (watch.record.training.rescheduled, watch.record.training.switched) == (0, 0)
+
+
+def test_schedulers_of_adversaries_that_are_stepped_together_are_sound() -> None:
+    generator, discriminator = net(), PROBE.build(lambda: nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)))
+    optimizers = [sgd(discriminator), sgd(generator)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1) for one in optimizers]
+    with ModelProbe() as probe:
+        watch = probe.watch(nn.ModuleList([generator, discriminator]))
+        for _ in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                discriminator(generator(X)).mean().backward()
+                optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+    assert watch.record.training.rescheduled == 0
 
 
 def test_accumulation_with_other_norms_or_a_frozen_one_is_sound() -> None:

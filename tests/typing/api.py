@@ -25,6 +25,7 @@ from pytest_modelprobe import (
     assert_grad_flow,
     assert_invariants,
     assert_layer_matters,
+    assert_mode,
     assert_no_dead_layers,
     assert_no_gradient,
     assert_no_leftover_hooks,
@@ -55,6 +56,7 @@ def test_run(modelprobe: ModelProbe) -> None:
     assert_shapes(record, {"fc1": "batch 16", "fc2": ("batch", 2), "head": {"output.logits": "batch 10"}})
     assert_dtypes(record, {"**": torch.float32})
     assert_called(record, "fc1", per_forward=1)
+    assert_mode(record, {"fc1.**": "eval", "fc2": "train"})
     assert_no_gradient(record, "fc1.**")
     assert_no_leftover_hooks(model)
 

@@ -40,6 +40,9 @@ FEWEST = 3
 SMALL = 1e-5
 """Update relative to the norm of the parameter up to which it is not taken for one: it may be rounding."""
 
+FEW = 0.25
+"""Share of positions up to which they are few, and from 1 less this on most. What is between varies with the data."""
+
 MISTAKES = {
     "stale": ("adds gradients to those of the step before", "resets them"),
     "mixed": ("uses gradients of another optimizer's loss", "does not"),
@@ -66,7 +69,8 @@ class ForwardInvariants:
     """How many there are in a step."""
     layers: Mapping[str, Relations] = field(default_factory=dict)
     """Of the layers that were called, by name: ``calls`` in a forward, ``training``, ``grad_enabled``, ``dtype`` of the
-    outputs, and ``random``, whether it or a layer inside it draws random numbers."""
+    outputs, and ``random``, whether it or a layer inside it draws random numbers. Of the root also ``positions``,
+    whether a gradient arrives at three quarters or more of the positions of its output, or at a quarter or less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,12 +261,16 @@ def _forwards(record: Record) -> dict[tuple[str, bool], ForwardInvariants]:
             root=root,
             training=training,
             per_step=forwards,
-            layers={name: _calls(layers[name], forwards) for name in record.layers if name in layers},
+            layers={
+                name: _calls(layers[name], forwards) | ({"positions": _positions(layers[name])} if name == root else {})
+                for name in record.layers
+                if name in layers
+            },
         )
     return found
 
 
-def _calls(calls: Sequence[Call], forwards: int) -> Relations:
+def _calls(calls: Sequence[Call], forwards: int) -> dict[str, Plain]:
     dtypes = (", ".join(dict.fromkeys(value.dtype for value in call.outputs)) for call in calls if call.outputs)
     return {
         "calls": len(calls) if all(call.forwards == forwards for call in calls) else None,
@@ -271,6 +279,16 @@ def _calls(calls: Sequence[Call], forwards: int) -> Relations:
         "dtype": _same(dtypes),
         "random": _same(call.random is not None for call in calls),
     }
+
+
+def _positions(calls: Iterable[Call]) -> bool | None:
+    """Whether a gradient arrives at most positions of the first output that has positions; None if it is not known.
+
+    A batch of one sample is never padded, and tells nothing of others.
+    """
+    values = (value for call in calls for value in call.outputs if value.shape[:1] != (1,))
+    share = next((share for value in values if (share := value.without_gradient) is not None), 0.5)
+    return True if share <= FEW else False if share >= 1 - FEW else None
 
 
 def _same(values: Iterable[Plain]) -> Any:
@@ -416,6 +434,7 @@ _ADVICE = {
     "random": "Look at the rate of dropout and at its mode.",
     "inputs": "Look at what the loop takes from its data loader.",
     "dtype": "Look for autocast(enabled=False), or a call outside of the autocast block.",
+    "positions": "Look at lengths and masks, and at what the loss ignores.",
     "gradient": "",
     "updated": "",
 }
@@ -434,6 +453,9 @@ _SAID: Mapping[str, Callable[[Any], str]] = {
     "grad_enabled": lambda on: f"runs with{'' if on else 'out'} gradients",
     "random": lambda draws: f"draws {'' if draws else 'no '}random numbers",
     "dtype": lambda dtype: f"returns {dtype}",
+    "positions": lambda most: (
+        f"gets no gradient at {'a quarter or less' if most else 'three quarters or more'} of its output positions"
+    ),
     "gradient": lambda there: f"gets {'a' if there else 'no'} gradient",
     "updated": lambda done: f"is {'' if done else 'not '}updated",
 }

@@ -336,3 +336,73 @@ def test_two_optimizers_that_step_in_turn_are_healthy() -> None:
     assert first_line(in_turn(1, rate=1.0), healthy) == (
         "group 1 (SGD) has lr 1 in steps 1, 3, 5; in the healthy run it has lr 0.1"
     )
+
+
+class Recognizer(nn.Module):
+    """Frames of sound to letters, at half the rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halve = nn.Conv1d(8, 16, 3, stride=2, padding=1)
+        self.layer, self.head = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(F.relu(self.halve(x.mT)).mT)[0]).log_softmax(-1)
+
+
+def train_sound(seed: int, *, halvings: int = 1, size: int = 4) -> Watch:
+    torch.manual_seed(seed)
+    model = Recognizer()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with Watch(model, steps=4) as watch:
+        for _ in range(4):
+            lengths = torch.randint(60, 81, (size,))
+            targets = torch.randint(1, 6, (size, 3))
+            optimizer.zero_grad()
+            letters = model(torch.randn(size, 80, 8)).transpose(0, 1)
+            used = lengths // 2**halvings
+            F.ctc_loss(letters, targets, used, torch.full((size,), 3)).backward()
+            optimizer.step()
+    return watch
+
+
+def test_lengths_that_are_halved_too_often_are_named_by_the_positions_without_a_gradient() -> None:
+    healthy = train_sound(0).invariants
+    assert healthy.forwards[0].layers["(root)"]["positions"] is True
+    assert_invariants(train_sound(1, size=16), healthy)
+    assert first_line(train_sound(1, halvings=3), healthy) == (
+        "(root) gets no gradient at three quarters or more of its output positions in all 4 steps; in the healthy run "
+        "it gets no gradient at a quarter or less of its output positions"
+    )
+
+
+def train_tags(seed: int, *, ignored: float, first_only: bool = False) -> Watch:
+    """Train a tagger of tokens whose loss leaves out a share of the positions, or all but the first."""
+    torch.manual_seed(seed)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with Watch(model, steps=4) as watch:
+        for _ in range(4):
+            tokens = torch.randint(20, (4, 16))
+            targets = tokens.masked_fill(torch.rand(tokens.shape) < ignored, -100)
+            if first_only:
+                targets[:, 1:] = -100
+            optimizer.zero_grad()
+            F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+    return watch
+
+
+def test_a_loss_of_few_positions_is_healthy_where_the_healthy_run_has_it_too() -> None:
+    masked = train_tags(0, ignored=0.9).invariants
+    assert_invariants(train_tags(1, ignored=0.9), masked)
+    assert first_line(train_tags(1, ignored=0.0), masked).startswith("(root) gets no gradient at a quarter or less")
+    assert_invariants(
+        train_tags(1, ignored=0.0, first_only=True), train_tags(0, ignored=0.0, first_only=True).invariants
+    )
+
+
+def test_a_share_of_positions_between_few_and_most_is_not_learned() -> None:
+    padded = train_tags(0, ignored=0.4).invariants
+    assert "positions" not in padded.forwards[0].layers["(root)"]
+    assert_invariants(train_tags(1, ignored=0.95), padded)
