@@ -239,8 +239,10 @@ def _behind_padding(prepared: PreparedModel, path: str) -> Violation | str:
         NotApplicableError: It does not, or there is one row, or no argument for a mask.
     """
     shape = rows, length = positions_of(prepared, path, 1)
+    of = "decoder_" if prepared.argument(path).startswith("decoder_") else ""
     given = masks_of(prepared, path, shape)
-    name = next(iter(given), None) or next((name for name in OFFERED if name in prepared.parameters), None)
+    offered = (f"{of}{name}" for name in OFFERED)
+    name = next(iter(given), None) or next((name for name in offered if name in prepared.parameters), None)
     if name is None:
         raise NotApplicableError("its forward has no argument for a mask of padding")
     if rows < 2 or length < 4:
@@ -254,19 +256,21 @@ def _behind_padding(prepared: PreparedModel, path: str) -> Violation | str:
     def give(marked: Tensor) -> None:
         mask = MaskedOut(marked).filled(kept, 1, marks)
         prepared.args, kwargs = map_tensors(lambda x: mask if x is kept else x, inputs)
-        counted = {"position_ids": ((~marked).cumsum(1) - 1).clamp(min=0)}
-        prepared.kwargs = {**kwargs, **(counted if "position_ids" in prepared.parameters else {})}
+        counted = {f"{of}position_ids": ((~marked).cumsum(1) - 1).clamp(min=0)}
+        prepared.kwargs = {**kwargs, **(counted if counted.keys() <= prepared.parameters.keys() else {})}
 
-    def alone(_: str, x: Tensor) -> Tensor:
-        return x[:1, padding:].clone() if x.shape[:2] == shape else x[:1].clone() if x.shape[:1] == (rows,) else x
+    def alone(where: str, x: Tensor) -> Tensor:
+        x = x[:1].clone() if x.shape[:1] == (rows,) else x
+        return x[:, padding:].clone() if x.shape[1:2] == (length,) and prepared.argument(where).startswith(of) else x
 
     padding, nothing = length // 2 - 1, torch.zeros(shape, dtype=torch.bool)  # the first chunk holds one position more
     padded = nothing.clone()
     padded[0, :padding] = True
     give(padded)
     one, other = (prepared.variation(mode="eval", vary=vary).final for vary in (None, alone))
-    ends = [(x[:1, padding:], other[where]) for where, x in one.items() if x.shape[:2] == shape and where in other]
-    if not ends or not all(relative_error(x, y) <= limit(x) for x, y in ends if is_rounded(x)):
+    both = [(x[:1, padding:], other[where]) for where, x in one.items() if x.shape[:2] == shape and where in other]
+    agree = [relative_error(x, y) <= limit(x) for x, y in both if is_rounded(x) and x.shape == y.shape]
+    if not agree or not all(agree):
         raise NotApplicableError("one forward does not give a row with padding on its left what it gives the row alone")
     found = incremental.function(prepared)
     if isinstance(found, str):
