@@ -163,8 +163,9 @@ def padding_invariant(
 
     If the mask is given, single numbers must not change either, as a loss or an auxiliary loss. Integers called
     ``labels`` or ``targets``, one for each position, are -100 at what is masked. Where the model does not accept that,
-    or takes something else for each position that may be targets, single numbers are not compared. If nothing else
-    changes, and the model has a convolution, which mixes neighbors, this is a hint.
+    or takes something else for each position that may be targets, single numbers are not compared. If they alone
+    change, this is a hint where the model has a convolution, which mixes neighbors, or gives out nothing else, which
+    would show that the mask is one of padding.
 
     Where later positions are not seen anyway, as in a decoder, some after the first position are masked and replaced
     too. Without a mask, a model of attention that takes one called ``attention_mask``, or after keys or padding, is
@@ -293,7 +294,8 @@ def padding_invariant(
         "a norm, a mean.",
     )
     mixes = any(isinstance(layer, _CONVOLUTIONS) for layer in prepared.layers.modules.values())
-    return dataclasses.replace(broken, level="hint") if alone and mixes else broken
+    agree = any(given.is_final and not is_number(given.tensor) and pairs(given, given.tensor) for given in one.tensors)
+    return dataclasses.replace(broken, level="hint") if alone and (mixes or not agree) else broken
 
 
 @check
