@@ -7,13 +7,16 @@ are left as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.models import flatten_call
 from pytest_modelprobe.text import count, listed
 
 from .agreement import (
@@ -28,15 +31,18 @@ from .agreement import (
 from .check import check
 from .outcome import NotApplicableError, Violation
 from .rounding import is_rounded
-from .sequence import replacement
+from .sequence import is_number, replacement
 from .session import LayerTensor, PreparedModel, Trace, Vary, keep_input
 
 
 @check
 def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: float | None = None) -> Violation | str:
-    """Check that in evaluation mode the output of a row does not depend on the other rows of the batch.
+    """Check that in evaluation mode the output of a row depends on no other row of the batch, nor on its own place.
 
     All rows but the first are replaced, then all but the last, which a recurrence over the batch reaches at its end.
+    Then all rows are moved by one, with their masks and lengths, and each has to give the same in its new place. A
+    model may raise for another order, as where lengths have to be sorted.
+
     A run with another number of rows shows which axes are the batch. If the output agrees and a layer inside does not,
     both runs are repeated in float64, which separates small errors from rounding.
 
@@ -49,7 +55,7 @@ def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: floa
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
     >>> print(checks.batch_independent(probe, nn.Linear(3, 2), probe.randn(4, 3)))
-    batch_independent holds for Linear: the first and the last of 4 rows, in 1 value of 1 layer
+    batch_independent holds for Linear: the first and the last of 4 rows, and all moved by one, in 1 value of 1 layer
     >>> print(checks.batch_independent.outcome(probe, nn.Softmax(dim=0), probe.randn(4, 3)).layer)
     (root)
     """
@@ -76,12 +82,22 @@ def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: floa
                 "batch_first=True; or a BatchNorm that is not in evaluation mode.",
             )
         inside = inside or hidden
-    return f"the first and the last of {count(size, 'row')}, in {rows.summary(inside)}"
+    moved = _moved(prepared, one, rows, axis, tolerance)
+    found, hidden = moved or ([], None)
+    if found:
+        return violation_of(
+            found,
+            "depends on the place of a row in the batch: {path} {changed} after all rows were moved by one, and back",
+            "Look for what is made for one row and used for all, as x[0], and for weights, masks and random numbers "
+            "with an axis of rows.",
+        )
+    others = ", and all moved by one" if moved else ""
+    return f"the first and the last of {count(size, 'row')}{others}, in {rows.summary(inside or hidden)}"
 
 
 @check
 def any_batch_size(prepared: PreparedModel, *, axis: int = 0, tolerance: float | None = None) -> Violation | str:
-    """Check that in evaluation mode batches of one row, and of one row more, give the same first row.
+    """Check that in evaluation mode batches of one row, and of one row more, give the same rows.
 
     Args:
         prepared: The model and its inputs.
@@ -115,13 +131,15 @@ def any_batch_size(prepared: PreparedModel, *, axis: int = 0, tolerance: float |
     inside = None
     for n, two in runs.items():
         varied = keep_input, _sized(inputs, size, n, axis)
-        found, hidden = compare_runs(prepared, (one, two), varied, rows.pairs(n), tolerance)
+        both = min(n, size)
+        found, hidden = compare_runs(prepared, (one, two), varied, rows.pairs(n, range(both)), tolerance)
         if found:
             check_not_random(prepared)
             check_rows_go_together(prepared, axis)
+            firsts = "the first row" if both == 1 else f"the first {both} rows"
             return violation_of(
                 found,
-                f"depends on the batch size: the first row {{changed}} in a batch of {n} instead of {size}",
+                f"depends on the batch size: {firsts} {{changed}} in a batch of {n} instead of {size}",
                 "Look for a size that is written into a view, a buffer or a loop, and for what is taken over axis 0.",
             )
         rows.check_inside(hidden, f"in a batch of {n}")
@@ -231,9 +249,9 @@ class _Rows:
             inputs,
             {given.where: follow.get(given.where, []) for given in floating},
             floating,
-            tuple(f"{g.path} {tuple(g.tensor.shape)}" for g in beside if not (final and _is_number(g.tensor))),
+            tuple(f"{g.path} {tuple(g.tensor.shape)}" for g in beside if not (final and is_number(g.tensor))),
             tuple(given.path for given in along if given.is_final and given not in floating),
-            number=alike and all(_is_number(given.tensor) for given in beside),
+            number=alike and all(is_number(given.tensor) for given in beside),
         )
 
     @property
@@ -241,15 +259,15 @@ class _Rows:
         """Whether an output of the model has a batch axis."""
         return any(given.is_final for given in self.along)
 
-    def pairs(self, n: int, row: int = 0) -> Pairs:
-        """Return a function that takes one row of a tensor, and of another with a batch of n."""
+    def pairs(self, n: int, rows: Sequence[int], others: Sequence[int] | None = None) -> Pairs:
+        """Return a function that takes some rows of a tensor, and the same or others of another with a batch of n."""
 
         def pairs(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
             one, axes = given.tensor, self.axes.get(given.where)
             if axes is None:
                 return []
             # A matrix of rows by rows has two batch axes: of a row, its diagonal element is taken.
-            x, y = _taken(one, axes, row, self.size), _taken(other, axes, row, n)
+            x, y = _taken(one, axes, rows, self.size), _taken(other, axes, others or rows, n)
             if x is not None and y is not None:
                 return [(x, y)]
             # An expert may receive as many tokens as there are rows.
@@ -298,15 +316,12 @@ def _resized(prepared: PreparedModel, size: int, axis: int, sizes: tuple[int, ..
     return None
 
 
-def _taken(x: Tensor, axes: Sequence[int], row: int, n: int) -> Tensor | None:
-    """Return one of n rows along all of these axes; None if there is none, or one has another length."""
+def _taken(x: Tensor, axes: Sequence[int], rows: Sequence[int], n: int) -> Tensor | None:
+    """Return some of n rows along all of these axes; None if there is none, or one has another length."""
     if not axes or any(axis >= x.dim() or x.shape[axis] != n for axis in axes):
         return None
-    return functools.reduce(lambda x, axis: x.narrow(axis, row, 1), axes, x)
-
-
-def _is_number(x: Tensor) -> bool:
-    return x.numel() == 1 and x.dim() <= 1
+    index = torch.tensor(rows, device=x.device)
+    return functools.reduce(lambda x, axis: x.index_select(axis, index), axes, x)
 
 
 # --- other rows, and other batch sizes ----------------------------------------------------------------------------
@@ -344,7 +359,45 @@ def _mixed(
     two = prepared.variation(mode="eval", vary=vary)
     if all(torch.equal(vary(path, x), x) for path, x in prepared.dense if path in rows.inputs):
         raise NotApplicableError("all elements of the inputs are equal: no other valid values are known")
-    pairs = rows.pairs(rows.size, row)
+    pairs = rows.pairs(rows.size, [row])
     found, inside = compare_runs(prepared, (one, two), (keep_input, vary), pairs, tolerance, exact=True)
     rows.check_inside(inside, "when the other rows were replaced")
     return found, inside
+
+
+def _moved(
+    prepared: PreparedModel, one: Trace, rows: _Rows, axis: int, tolerance: float | None
+) -> tuple[list[Disagreement], Disagreement | None] | None:
+    """Return how outputs change when all rows are moved by one, see `compare_runs`; None if that is not known.
+
+    The model may raise for another order, a list with an item for each row, as of lengths, is not moved, and random
+    numbers of a row are those of its place.
+    """
+    order = [*range(1, rows.size), 0]
+
+    def vary(path: str, x: Tensor) -> Tensor:
+        return x.index_select(axis, torch.tensor(order, device=x.device)) if path in rows.inputs else x
+
+    two = prepared.run(mode="eval", vary=vary)
+    if two.error is not None or not rows.final:
+        return None
+    pairs = rows.pairs(rows.size, order, range(rows.size))
+    found, inside = compare_runs(prepared, (one, two), (keep_input, vary), pairs, tolerance)
+    if found:
+        try:
+            check_not_random(prepared)
+            check_rows_go_together(prepared, axis)
+        except NotApplicableError:
+            return None
+        if rows.size in _lengths_of_lists(prepared):
+            return None
+    return found, inside
+
+
+def _lengths_of_lists(prepared: PreparedModel) -> Collection[int]:
+    """Return the lengths of the lists and tuples among the inputs."""
+    flat = flatten_call(prepared.args, prepared.kwargs, objects=True)
+    paths = (*dict(flat.tensors), *flat.plain)
+    items = {(path[: at.start()], at[0]) for path in paths for at in re.finditer(r"\[\d+\]", path)}
+    # Several positional arguments have paths like the items of a list.
+    return Counter(name for name, _ in items if name != "input" or len(prepared.args) == 1).values()

@@ -6,6 +6,7 @@ by side with those of one forward over the whole, along the axes that grow with 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import flatten
+from pytest_modelprobe.models import flatten, map_tensors
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, listed
 
@@ -33,14 +35,16 @@ from .positions import (
     check_attended,
     is_cache,
     is_recurrent,
+    mark_of,
     masked_out,
+    masks_of,
     pad_id_of,
     positions_of,
     sequence_alone,
     state_of,
 )
-from .rounding import limit, plain, relative_error
-from .sequence import later_unseen, sequence
+from .rounding import is_rounded, limit, plain, relative_error
+from .sequence import OFFERED, later_unseen, sequence
 from .session import LayerTensor, PreparedModel, Trace, Vary, copy_of, set_mode
 
 # --- Pieces of a sequence that are computed apart: which part of a tensor of the whole belongs to which p ------------
@@ -204,7 +208,7 @@ _MASKS = {True: ", with masks of all positions so far", False: ", with masks of 
 
 
 def _incremental_where_meant(prepared: PreparedModel) -> Violation | str:
-    """Check that a model with a state, of one sequence, returns the same chunk by chunk.
+    """Check that a model with a state, of one sequence, returns the same chunk by chunk, also behind padding.
 
     Raises:
         NotApplicableError: There are several sequences, attention is over other positions, or there is padding.
@@ -215,12 +219,74 @@ def _incremental_where_meant(prepared: PreparedModel) -> Violation | str:
     padding = pad_id_of(prepared)
     if padding is not None and not tensor.is_floating_point() and bool((tensor == padding).any()):
         raise NotApplicableError(f"{path} holds {padding}, the id of padding, which may not count as a position")
-    return incremental.function(prepared)
+    found = incremental.function(prepared)
+    if isinstance(found, Violation):
+        return found
+    try:
+        behind = _behind_padding(prepared, path)
+    except NotApplicableError as reason:
+        return f"{found}; not behind padding, as {reason}"
+    return behind if isinstance(behind, Violation) else f"{found}, also behind padding on the left"
+
+
+def _behind_padding(prepared: PreparedModel, path: str) -> Violation | str:
+    """Check `incremental` for a batch whose first row has padding on its left, which a mask leaves out.
+
+    One forward has to give that row what it gives the row alone, without padding: this shows that the model takes such
+    padding, and in which form. Where no mask is given, it also has to continue with one that masks nothing.
+
+    Raises:
+        NotApplicableError: It does not, or there is one row, or no argument for a mask.
+    """
+    shape = rows, length = positions_of(prepared, path, 1)
+    of = "decoder_" if prepared.argument(path).startswith("decoder_") else ""
+    given = masks_of(prepared, path, shape)
+    offered = (f"{of}{name}" for name in OFFERED)
+    name = next(iter(given), None) or next((name for name in offered if name in prepared.parameters), None)
+    if name is None:
+        raise NotApplicableError("its forward has no argument for a mask of padding")
+    if rows < 2 or length < 4:
+        raise NotApplicableError(f"there are {count(rows, 'row')} of {count(length, 'position')}")
+    if masked_out(prepared, path, 1):
+        raise NotApplicableError("the mask leaves out positions as it is given")
+    if not given:
+        prepared.kwargs[name] = torch.full(shape, "pad" not in name, dtype=torch.bool if "pad" in name else torch.int64)
+    inputs, kept, marks = (prepared.args, prepared.kwargs), dict(prepared.dense)[name], mark_of(prepared, name)
+
+    def give(marked: Tensor) -> None:
+        mask = MaskedOut(marked).filled(kept, 1, marks)
+        prepared.args, kwargs = map_tensors(lambda x: mask if x is kept else x, inputs)
+        counted = {f"{of}position_ids": ((~marked).cumsum(1) - 1).clamp(min=0)}
+        prepared.kwargs = {**kwargs, **(counted if counted.keys() <= prepared.parameters.keys() else {})}
+
+    def alone(where: str, x: Tensor) -> Tensor:
+        x = x[:1].clone() if x.shape[:1] == (rows,) else x
+        return x[:, padding:].clone() if x.shape[1:2] == (length,) and prepared.argument(where).startswith(of) else x
+
+    padding, nothing = length // 2 - 1, torch.zeros(shape, dtype=torch.bool)  # the first chunk holds one position more
+    padded = nothing.clone()
+    padded[0, :padding] = True
+    give(padded)
+    one, other = (prepared.variation(mode="eval", vary=vary).final for vary in (None, alone))
+    both = [(x[:1, padding:], other[where]) for where, x in one.items() if x.shape[:2] == shape and where in other]
+    agree = [relative_error(x, y) <= limit(x) for x, y in both if is_rounded(x) and x.shape == y.shape]
+    if not agree or not all(agree):
+        raise NotApplicableError("one forward does not give a row with padding on its left what it gives the row alone")
+    found = incremental.function(prepared)
+    if isinstance(found, str):
+        return found
+    give(nothing)
+    if not given and isinstance(incremental.function(prepared), Violation):
+        raise NotApplicableError(f"with a state it takes {name} in another form")
+    said = f", with {count(padding, 'position')} of padding on the left of the first row, masked in {name}"
+    return dataclasses.replace(found, line=found.line + said, advice=f"{_PADDED}{found.advice}")
 
 
 _incremental_where_meant.__name__ = "incremental"
 incremental_where_meant = check(_incremental_where_meant)
 """`incremental` among the standard checks."""
+
+_PADDED = "Without padding it is right: look for what the state keeps of masked positions. "
 
 _Call = Callable[[int, int, Any], tuple[Any, Any]]
 """Takes the start of a chunk, its length and the state; returns the output and the state."""

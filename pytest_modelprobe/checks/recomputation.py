@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import warnings
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from pytest_modelprobe._torch import graph_task
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     CallTracer,
@@ -27,18 +29,19 @@ from pytest_modelprobe.models import (
     flatten_call,
     seeding,
 )
-from pytest_modelprobe.record import ROOT, containers
+from pytest_modelprobe.record import ROOT, containers, label_of, parent
 from pytest_modelprobe.text import count
 
 from .agreement import (
     Disagreement,
+    changed,
     check_repeats,
     violation_of,
 )
 from .check import check
 from .outcome import NotApplicableError, Violation, line_of
 from .parity import ELSEWHERE, agreeing, other_gradients
-from .rounding import is_rounded, limit, plain, relative_error
+from .rounding import is_rounded, limit, plain, relative_error, same
 from .session import LayerTensor, PreparedModel, Trace, copy_of, set_mode
 
 _CHECKPOINT = (
@@ -48,14 +51,30 @@ _CHECKPOINT = (
 )
 
 
-def other_recomputation(prepared: PreparedModel) -> Violation | None:
-    """Return where a model that checkpoints its layers in training computes something else in the backward.
+_OTHER = (
+    "Look for preserve_rng_state=False, which is for code without randomness; for random numbers of numpy, of random "
+    "or of a generator of its own, which no checkpoint draws again; and for state that the layers write to."
+)
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of a BatchNorm, which are known to be updated twice under activation checkpointing."""
+
+_WRITTEN = "Write state outside of what is checkpointed, as in the module that calls the checkpoint."
+
+
+def other_recomputation(prepared: PreparedModel) -> tuple[Violation | None, bool]:
+    """Return where a model that checkpoints its layers computes something else in the backward, and whether it does so.
 
     The model trains for one step. What a layer takes and returns in the backward, after the random state has moved, has
     to be what it took and returned in a call of the forward. A backward that draws nothing may call layers for other
     reasons, as an adjoint method does.
+
+    Buffers have to be the same before and after the backward. One that the forward wrote, and that is written again
+    where layers run on the same inputs, breaks this. Any other is a hint, as a hook may be meant to write it.
     """
     seen = _Seen(prepared)
+    model = prepared.layers.modules[ROOT]
+    before: list[dict[str, Tensor]] = []
 
     def run() -> None:
         tracer = CallTracer(prepared.layers.modules, ModuleCall, before=seen.begin, after=seen.end)
@@ -63,7 +82,9 @@ def other_recomputation(prepared: PreparedModel) -> Violation | None:
         quiet = warnings.catch_warnings(action="ignore")
         with torch.enable_grad(), set_checkpoint_early_stop(False), tracer, quiet:
             args, kwargs = prepared.copied_inputs()
+            before.append(_buffers(model))
             loss = prepared.loss(prepared.model(*args, **kwargs))
+            before.append(_buffers(model))
             seen.states = seeding.generator_states(prepared.probe.device)
             loss.backward()
 
@@ -73,13 +94,59 @@ def other_recomputation(prepared: PreparedModel) -> Violation | None:
             failed = prepared.trace_call(run).error is not None
         except (NotApplicableError, UsageError):  # of the loss in training mode
             failed = True
-    if failed or not seen.found:
+        after = _buffers(model)
+    if failed:
+        return None, False
+    if seen.found:
+        said = "computes something else when a checkpoint runs it again, so gradients are wrong: {path} {changed}"
+        return violation_of(seen.found, said, _OTHER), True
+    in_backward = _changes(before[1], after)
+    twice = _changes(before[0], before[1]).keys() & in_backward.keys() if seen.runs_again else ()
+    if twice:
+        again = {name: by for name, by in in_backward.items() if name in twice}
+        said = "is written a second time when a checkpoint runs {of} again: {by}"
+        return _written(model, again, said, _WRITTEN), True
+    advice = "Look for hooks that write to it, and for layers that the backward calls. Statistics of gradients may."
+    return _written(model, in_backward, "is written by the backward: {by}", advice, hint=True), seen.runs_again
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers by name, without the statistics of a BatchNorm."""
+    named = ((name, x) for name, x in model.named_buffers() if name.rpartition(".")[2] not in _STATISTICS)
+    return {name: copy_of(x) for name, x in named}
+
+
+def _changes(one: Mapping[str, Tensor], two: Mapping[str, Tensor], *, least: float = 0.0) -> dict[str, float]:
+    """Return the relative error of each buffer that differs, beyond rounding."""
+    both = ((name, x, two[name]) for name, x in one.items() if name in two and not same(x, two[name]))
+    errors = ((name, relative_error(x, y), limit(x, least=least) if is_rounded(x) else 0.0) for name, x, y in both)
+    return {name: error for name, error, most in errors if error > most}
+
+
+def _written(
+    model: nn.Module, changes: Mapping[str, float], said: str, advice: str, *, hint: bool = False
+) -> Violation | None:
+    """Return the violation at the first buffer that was written to, if there is one.
+
+    Args:
+        model: The model.
+        changes: The relative change of each buffer.
+        said: The sentence after the name of the buffer: ``{of}`` stands for its module, ``{by}`` for its change.
+        advice: Where to look.
+        hint: Whether a healthy model may look so too.
+    """
+    if not changes:
         return None
-    return violation_of(
-        seen.found,
-        "computes something else when a checkpoint runs it again, so gradients are wrong: {path} {changed}",
-        "Look for preserve_rng_state=False, which is for code without randomness; for random numbers of numpy, of "
-        "random or of a generator of its own, which no checkpoint draws again; and for state that the layers write to.",
+    modules = Layers(model).modules
+    owners = {name: parent(name) for name in changes}
+    rows = [(name, type(modules[owners[name]]).__name__, percent(by)) for name, by in changes.items()]
+    name, kind, _ = rows[0]
+    return Violation.first_of(
+        rows,
+        said.format(of=label_of(owners[name], kind), by=changed(changes[name])),
+        columns=("buffer", "of", "changed by"),
+        advice=advice,
+        level="hint" if hint else "broken",
     )
 
 
@@ -89,6 +156,8 @@ class _Seen:
     def __init__(self, prepared: PreparedModel) -> None:
         self.states: tuple[bytes, ...] | None = None
         """The random states before the backward; None once they moved."""
+        self.runs_again = False
+        """Whether a layer takes in the backward just what it took in the forward, as under a checkpoint."""
         self.found: list[Disagreement] = []
         self._first: dict[tuple[str, str], list[LayerTensor]] = defaultdict(list)
         self._device = prepared.probe.device
@@ -97,24 +166,27 @@ class _Seen:
         """Look at what a layer takes: the own code around it computed that."""
         around = ROOT if call.parent is None else call.parent.layer
         for path, x in flatten_call(args, kwargs).tensors:
-            self._look((call.layer, path), LayerTensor(around, call.index, f"{path} of {call.layer}", x, inside=True))
+            given = LayerTensor(around, call.index, f"{path} of {call.layer}", x, inside=True)
+            self.runs_again |= 0.0 in self._look((call.layer, path), given)
 
     def end(self, call: ModuleCall, args: Any, output: Any) -> None:
         """Look at what a layer returns."""
         for path, x in flatten("output", output).tensors:
             self._look((call.layer, path), LayerTensor(call.layer, call.index, path, x))
 
-    def _look(self, place: tuple[str, str], given: LayerTensor) -> None:
+    def _look(self, place: tuple[str, str], given: LayerTensor) -> list[float]:
+        """Return the relative error of a tensor of the backward, by that of each call in the forward."""
         if not is_rounded(given.tensor):
-            return
+            return []
         given = dataclasses.replace(given, tensor=plain(copy_of(given.tensor)))  # not saved for the backward
         first = self._first[place]
         if graph_task() == -1:
             first.append(given)
-        elif first and self._moved():
-            changes = [relative_error(one.tensor, given.tensor) for one in first]
-            if not min(changes) <= limit(given.tensor):
-                self.found.append(Disagreement(first[0], min(changes)))
+            return []
+        changes = [relative_error(one.tensor, given.tensor) for one in first]
+        if changes and self._moved() and not min(changes) <= limit(given.tensor):
+            self.found.append(Disagreement(first[0], min(changes)))
+        return changes
 
     def _moved(self) -> bool:
         if self.states is not None and self.states != seeding.generator_states(self._device):
@@ -137,7 +209,12 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     If something differs, each part is checkpointed alone, and the first with which it differs is named.
 
     A model that checkpoints itself in training is looked at first: what runs again in its backward has to draw the same
-    random numbers. The message names the layer that returns something else. What no layer takes or returns is not seen.
+    random numbers, and to write no buffer a second time, as a counter of tokens; statistics of a BatchNorm are known to
+    be updated twice. The message names the layer that returns something else, or the buffer. What no layer takes or
+    returns is not seen.
+
+    A buffer that a backward without a checkpoint writes is a hint, and so is one that is written twice if the check
+    checkpoints the parts of a model that does not do so itself.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -145,17 +222,20 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     >>> print(checks.checkpoint_parity(probe, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), probe.randn(4, 3)))
     checkpoint_parity holds for Sequential: 2 parameters, 2 modules checkpointed, reentrant and not
     """
-    if other := other_recomputation(prepared):
-        return other
+    hint, itself = other_recomputation(prepared)
+    if hint and hint.level == "broken":
+        return hint
     wanted = True
+    once, _ = _stopped(prepared)
     try:
-        one = prepared.reference(backward=True, input_gradients=True, model=_stopped(prepared)[0])
+        one = prepared.reference(backward=True, input_gradients=True, model=once)
     except NotApplicableError:  # it may reject inputs that require a gradient
         wanted = False
-        one = prepared.reference(backward=True, model=_stopped(prepared)[0])
+        once, _ = _stopped(prepared)
+        one = prepared.reference(backward=True, model=once)
     model, stopped = _stopped(prepared)
     parts = _parts(prepared, model)
-    if not parts:
+    if not parts and hint is None:
         raise NotApplicableError("the model has no children that could be checkpointed")
 
     def differs(names: list[str], *, reentrant: bool) -> Violation | None:
@@ -179,16 +259,26 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
             return Violation(layer=two.raised_in, line=f"{two.failure}, when checkpointed {how}", advice=_CHECKPOINT)
         under = f"under checkpointing {how}"
         found = agreeing(one, two, under, tolerance, _CHECKPOINT, least=ELSEWHERE) if two.tensors else None
-        return found if isinstance(found, Violation) else other_gradients(one, two, tolerance, under, _CHECKPOINT)
+        if isinstance(found, Violation) or (found := other_gradients(one, two, tolerance, under, _CHECKPOINT)):
+            return found
+        if itself:
+            return None
+        changes = _changes(_buffers(Layers(once).modules[ROOT]), _buffers(root), least=ELSEWHERE)
+        return _written(root, changes, f"is written a second time {under}: {{by}}", _WRITTEN, hint=True)
 
     how = "not reentrant"
     with contextlib.suppress(_NotReentrantError):
         for reentrant in (False, True):
-            if found := differs(parts, reentrant=reentrant):
+            found = differs(parts, reentrant=reentrant)
+            if found and found.level == "hint":
+                hint = hint or found
+            elif found:
                 check_repeats(prepared)
                 each = ((name, differs([name], reentrant=reentrant)) for name in parts)
-                return next((_of_part(name, alone) for name, alone in each if alone), found)
+                return next((_of_part(name, alone) for name, alone in each if alone and alone.level == "broken"), found)
         how = "reentrant and not"
+    if hint:
+        return hint
     told = f"{count(len(one.gradients), 'parameter')}, {count(len(parts), 'module')} checkpointed, {how}"
     return "; ".join([told, *stopped])
 

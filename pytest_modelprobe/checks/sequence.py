@@ -45,8 +45,14 @@ from .positions import (
 from .rounding import is_rounded
 from .session import LayerTensor, PreparedModel, Trace, Vary, keep_input
 
-_OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
+OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
 """Arguments that are masks of padding by their name."""
+
+_BESIDE = ("mask", "position_ids", "token_type_ids")
+"""Ends of the names of arguments that have an element for each position, and are no targets."""
+
+_IGNORED = -100
+"""The target that `cross_entropy` ignores."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 """Layers that mix neighbors whatever a mask says, so a mask that nobody gave cannot be held against them."""
@@ -155,6 +161,12 @@ def padding_invariant(
     The last quarter of the positions is masked, and the inputs there are replaced. Outputs at the other positions must
     not change, nor may pooled outputs of the shape (batch, features).
 
+    If the mask is given, single numbers must not change either, as a loss or an auxiliary loss. Integers called
+    ``labels`` or ``targets``, one for each position, are -100 at what is masked. Where the model does not accept that,
+    or takes something else for each position that may be targets, single numbers are not compared. If they alone
+    change, this is a hint where the model has a convolution, which mixes neighbors, or gives out nothing else, which
+    would show that the mask is one of padding.
+
     Where later positions are not seen anyway, as in a decoder, some after the first position are masked and replaced
     too. Without a mask, a model of attention that takes one called ``attention_mask``, or after keys or padding, is
     given one that masks nothing, if its output stays the same.
@@ -189,7 +201,8 @@ def padding_invariant(
     kept = length - max(1, length // 4)
     if isinstance(mask, Tensor):
         prepared.kwargs["mask"], mask = mask, "mask"
-    offered = None if mask is not None or _masks(prepared) else _offered(prepared, path, (batch, length))
+    by_user = mask is not None or bool(_masks(prepared))
+    offered = None if by_user else _offered(prepared, path, (batch, length))
     if is_rounded(tensor) and pad_id is not None:
         raise NotApplicableError("pad_id= needs an input of ids, and the first input is not of integers")
     padding = pad_id_of(prepared) if pad_id is None or pad_id < 0 else pad_id
@@ -199,11 +212,12 @@ def padding_invariant(
     )
     marks = mark_of(prepared, name) if name else 0
     excluded = masked_out(prepared, path, axis)
+    labels = _labels(prepared, path, name) if by_user and name is not None else None
 
     def masked(where: str, x: Tensor) -> Tensor:
-        if where == name:
+        if where == name or where in (labels or ()):
             x = x.clone()
-            x[..., kept:] = marks
+            x[..., kept:] = marks if where == name else _IGNORED
         elif where == path and padding is not None:
             x = x.clone()
             x.narrow(axis, kept, length - kept).fill_(padding)
@@ -217,11 +231,13 @@ def padding_invariant(
             return x[..., :kept].clone()
         return x.narrow(axis, 0, kept).clone() if x.shape[: axis + 1] == tensor.shape[: axis + 1] else x
 
-    def alone(where: str, x: Tensor) -> Tensor:
-        return cut(where, x) if where in (path, name) else x
+    def cut_alone(where: str, x: Tensor) -> Tensor:
+        return cut(where, x) if where in (path, name) else masked(where, x)
 
+    if labels and prepared.run(mode="eval", vary=masked).error is not None:
+        labels = None
     # Other inputs of this length may belong to another sequence: they are cut only if the model fails otherwise.
-    ways = (vary for vary in (alone, cut) if prepared.run(mode="eval", vary=vary).error is None)
+    ways = (vary for vary in (cut_alone, cut) if prepared.run(mode="eval", vary=vary).error is None)
     shorter = None if padding is None else next(ways, cut if name is None else None)
     if shorter is None:
         padding = None  # the model accepts only one length
@@ -234,14 +250,23 @@ def padding_invariant(
     rows = batch if axis and not offered else -1  # what is pooled need not follow a mask that nobody gave
     first = _first(kept, _axes_of_positions(prepared, one, path, axis), excluded)
 
+    def numbers(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(given.tensor, other)] if labels is not None and is_number(given.tensor) else []
+
     def pairs(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
         pooled = given.tensor.dim() == 2 and len(given.tensor) == rows
+        if is_number(given.tensor):
+            return numbers(given, other)
         if padding is None:
             return first(given, other) or ([(given.tensor, other)] if pooled else [])
         return _cut(given.tensor, other, rows, kept, length, excluded)
 
     found, inside = compare_runs(prepared, (one, two), varied, pairs, tolerance, exact=padding is None)
     how = "replaced" if padding is None else "removed"
+    alone = bool(found) and all(is_number(one.layer_tensor.tensor) for one in found if one.layer_tensor.is_final)
+    if alone and padding is not None:  # a loss may be divided by the number of positions
+        two, how = prepared.variation(mode="eval", vary=replaced), "replaced"
+        found, _ = compare_runs(prepared, (one, two), (masked, replaced), numbers, tolerance, exact=True)
     others = "the others"
     if name is not None:
         others += f", masked by {marks} in {name}"
@@ -261,12 +286,16 @@ def padding_invariant(
     if unused and name is None and pad_id is None:
         raise NotApplicableError(f"the model detects no padding without {listed(unused)}: give it, or pad_id=")
     check_not_random(prepared, masked)
-    return violation_of(
+    what = "{path}" if is_number(found[0].layer_tensor.tensor) else f"the first {kept} of {length} positions"
+    broken = violation_of(
         found,
-        f"depends on masked positions: the first {kept} of {length} positions {{changed}} when {others}, were {how}",
+        f"depends on masked positions: {what} {{changed}} when {others}, were {how}",
         "Check that the mask reaches the attention and is not inverted. Look for operations over all positions: "
         "a norm, a mean.",
     )
+    mixes = any(isinstance(layer, _CONVOLUTIONS) for layer in prepared.layers.modules.values())
+    agree = any(given.is_final and not is_number(given.tensor) and pairs(given, given.tensor) for given in one.tensors)
+    return dataclasses.replace(broken, level="hint") if alone and (mixes or not agree) else broken
 
 
 @check
@@ -412,6 +441,31 @@ def _seen_between(prepared: PreparedModel, path: str, axis: int, name: str, padd
     return violation_of(found, said + "were replaced", "Check that the mask reaches the attention of each layer.")
 
 
+def is_number(x: Tensor) -> bool:
+    """Whether a tensor is a single number, as a loss is."""
+    return x.numel() == 1 and x.dim() <= 1
+
+
+def _labels(prepared: PreparedModel, path: str, mask: str) -> list[str] | None:
+    """Return the inputs that are targets, one for each position; None if others may be targets too.
+
+    Args:
+        prepared: The model and its inputs. Targets are copied, as they may be the input itself.
+        path: The input that has positions.
+        mask: Its mask.
+    """
+    given, shape = dict(prepared.dense)[path], dict(prepared.dense)[mask].shape
+    each = {where: x for where, x in prepared.dense if x.shape[:2] == shape and where not in (path, mask)}
+    each = {where: x for where, x in each.items() if not prepared.argument(where).endswith(_BESIDE)}
+    for where, x in each.items():
+        named = prepared.argument(where).endswith(("labels", "label", "targets", "target"))
+        if where in prepared.kwargs:
+            prepared.kwargs[where] = x.clone()
+        if not named or x.shape != shape or x.dtype != torch.int64 or (x is given and where not in prepared.kwargs):
+            return None
+    return list(each)
+
+
 def _masks(prepared: PreparedModel) -> list[str]:
     """Return the arguments that are given and called masks."""
     return [path for path, _ in prepared.dense if prepared.argument(path).endswith("mask")]
@@ -422,7 +476,7 @@ def _offered(prepared: PreparedModel, path: str, shape: tuple[int, int]) -> str 
 
     If it attends to other positions too, as a model that pools neighbors, what padding may reach is not known.
     """
-    names = [n for n in _OFFERED if n in prepared.parameters and not prepared.argument(path).startswith("decoder_")]
+    names = [n for n in OFFERED if n in prepared.parameters and not prepared.argument(path).startswith("decoder_")]
     if not names or attended(prepared) != {shape[1]}:
         return None
     without = prepared.reference(mode="eval")

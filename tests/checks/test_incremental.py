@@ -211,7 +211,8 @@ def test_of_an_encoder_and_a_decoder_the_decoder_goes_on(probe: ModelProbe, ids:
     settings = {"d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": HEADS, "vocab_size": WORDS}
     config = transformers.T5Config(**settings, decoder_start_token_id=0)
     model = probe.build(lambda: transformers.T5ForConditionalGeneration(config))
-    assert checks.incremental(probe, model, input_ids=ids, decoder_input_ids=ids.flip(1)).verdict == "holds"
+    found = checks.STANDARD["incremental"](probe, model, input_ids=ids, decoder_input_ids=ids.flip(1))
+    assert found.text.endswith(", also behind padding on the left")
     found = checks.incremental.outcome(probe, model, input_ids=ids, labels=ids)
     assert found.text == "only the decoder continues from a state: give decoder_input_ids="
 
@@ -254,6 +255,84 @@ def test_a_cache_that_is_overwritten_is_named_in_llama(probe: ModelProbe, ids: T
 
     planted(attn, forward=newest_alone)
     assert named(checks.incremental.outcome(probe, model, ids)) == "model.layers.1.self_attn"
+
+
+# --- padding ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("given", [False, True])
+def test_models_of_transformers_go_on_behind_padding(probe: ModelProbe, name: str, given: bool, ids: Tensor) -> None:
+    mask = {"attention_mask": torch.ones_like(ids)} if given else {}
+    found = checks.STANDARD["incremental"](probe, probe.build(HEALTHY[name]), ids, **mask)
+    assert found.text.endswith(", also behind padding on the left")
+
+
+class Sums(nn.Module):
+    """A sum of all that is not masked; a ``faulty`` state keeps what is masked."""
+
+    def __init__(self, *, faulty: bool) -> None:
+        super().__init__()
+        self.faulty, self.embed, self.head = faulty, nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None, state: Any = None) -> tuple[Tensor, Tensor]:
+        x = self.embed(ids)
+        kept = x if attention_mask is None else x * attention_mask[:, -ids.shape[1] :, None]
+        state = x.new_zeros(len(x), WIDTH) if state is None else state
+        return self.head(state[:, None] + kept.cumsum(1)), state + (x if self.faulty else kept).sum(1)
+
+
+class Masked(nn.Module):
+    """Attention without positions; a ``faulty`` one takes the mask of the chunk alone."""
+
+    def __init__(self, *, faulty: bool) -> None:
+        super().__init__()
+        self.faulty, self.embed, self.qkv = faulty, nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None, cache: Any = None) -> tuple[Tensor, Any]:
+        q, k, v = self.qkv(self.embed(ids)).chunk(3, -1)
+        if cache is not None:
+            k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
+        n, keys = q.shape[1], k.shape[1]
+        seen = torch.ones(n, keys, dtype=torch.bool).tril(keys - n)
+        if attention_mask is not None:
+            mask = attention_mask.bool()
+            if self.faulty:
+                mask = nn.functional.pad(mask[:, -n:], (keys - n, 0), value=True)
+            seen = seen & mask[:, None]
+        return (q @ k.mT).masked_fill(~seen, -1e9).softmax(-1) @ v, (k, v)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("kind", [Sums, Masked])
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_state_that_keeps_padding_is_named(
+    probe: ModelProbe, kind: Any, faulty: bool, given: bool, ids: Tensor
+) -> None:
+    mask = {"attention_mask": torch.ones_like(ids)} if given else {}
+    found = checks.STANDARD["incremental"].outcome(probe, probe.build(lambda: kind(faulty=faulty)), ids, **mask)
+    assert found.verdict == ("broken" if faulty else "holds")
+    if faulty:
+        first = found.text.splitlines()[0]
+        assert first.endswith(", with 4 positions of padding on the left of the first row, masked in attention_mask")
+        assert " at position 5, " in first
+    else:
+        assert found.text.endswith(", also behind padding on the left")
+
+
+def test_a_model_that_takes_no_padding_on_the_left_is_not_judged_behind_it(probe: ModelProbe, ids: Tensor) -> None:
+    class Counting(Masked):
+        """Adds what a table has for the number of a position, whatever is masked."""
+
+        def forward(self, ids: Tensor, attention_mask: Tensor | None = None, cache: Any = None) -> tuple[Tensor, Any]:
+            places = torch.arange(ids.shape[1]) + (0 if cache is None else cache[0].shape[1])
+            return super().forward((ids + places) % WORDS, attention_mask, cache)
+
+    found = checks.STANDARD["incremental"](probe, probe.build(lambda: Counting(faulty=False)), ids)
+    said = "one forward does not give a row with padding on its left what it gives the row alone"
+    assert found.text.endswith(f"; not behind padding, as {said}")
+    found = checks.STANDARD["incremental"](probe, probe.build(Cells), ids)
+    assert found.text.endswith("; not behind padding, as its forward has no argument for a mask of padding")
 
 
 # --- recurrence ---------------------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from transformers.models.mixtral import modeling_mixtral
 
 from pytest_modelprobe import ModelProbe, checks
 
@@ -96,3 +98,114 @@ def test_a_position_that_is_masked_in_each_row_need_not_be_used() -> None:
     x = probe.randn(2, 6, 8)
     found = checks.permutation_invariant(probe, Pool(), x, mask=mask)
     assert found.text == "1 output of 6 elements in 2 other orders"
+
+
+# --- losses of what is not masked ---------------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    """Predicts a label of each position; ``faulty`` is what averages over all positions."""
+
+    def __init__(self, faulty: str) -> None:
+        super().__init__()
+        self.faulty, self.words, self.head = faulty, nn.Embedding(40, 8), nn.Linear(8, 40)
+
+    def mean(self, name: str, x: Tensor, kept: Tensor) -> Tensor:
+        return x.mean() if name == self.faulty else (x * kept).sum() / kept.sum()
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.words(ids))
+        smooth = self.mean("loss", -logits.log_softmax(-1).mean(-1), labels != -100)
+        squares = self.mean("z_loss", logits.logsumexp(-1).square(), mask)
+        return {"logits": logits, "loss": F.cross_entropy(logits.mT, labels) + smooth, "z_loss": squares}
+
+
+@pytest.mark.parametrize("faulty", ["", "loss", "z_loss"])
+def test_a_loss_of_masked_positions_is_named(faulty: str) -> None:
+    probe = ModelProbe()
+    ids, mask = probe.randint(0, 40, (3, 12)), torch.ones(3, 12)
+    found = checks.padding_invariant.outcome(probe, probe.build(lambda: Tagger(faulty)), ids, mask, labels=ids.flip(1))
+    assert found.verdict == ("broken" if faulty else "holds")
+    said = f"(root) depends on masked positions: output.{faulty} changed by "
+    assert found.text.startswith(said) is bool(faulty)
+
+
+class Autoencoder(nn.Module):
+    """Returns its loss alone, of what is masked too if it is ``faulty``."""
+
+    def __init__(self, faulty: bool) -> None:
+        super().__init__()
+        self.faulty, self.fc = faulty, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        kept = torch.ones_like(mask) if self.faulty else mask
+        return ((self.fc(x) - x).square().mean(-1) * kept).sum() / kept.sum()
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_loss_alone_that_moves_is_a_hint_as_the_mask_may_say_what_to_predict(faulty: bool) -> None:
+    probe = ModelProbe()
+    model = probe.build(lambda: Autoencoder(faulty))
+    found = checks.padding_invariant.outcome(probe, model, probe.randn(3, 12, 4), torch.ones(3, 12))
+    assert (found.verdict, found.layer) == (("hint", "(root)") if faulty else ("holds", None))
+
+
+def test_a_loss_that_moves_is_a_hint_if_a_convolution_mixes_neighbors() -> None:
+    class Blurred(Autoencoder):
+        def forward(self, x: Tensor, mask: Tensor) -> Any:
+            return x, super().forward(self.conv(x.mT).mT, mask)
+
+    probe = ModelProbe()
+    model = probe.build(lambda: Blurred(faulty=False))
+    model.conv = nn.Conv1d(4, 4, 3, padding=1)
+    found = checks.padding_invariant.outcome(probe, model, probe.randn(3, 12, 4), torch.ones(3, 12))
+    assert found.verdict == "hint"
+
+
+def test_a_loss_of_targets_that_cannot_be_ignored_is_not_judged() -> None:
+    class Counted(Autoencoder):
+        def forward(self, x: Tensor, mask: Tensor, targets: Tensor | None = None) -> Any:  # type: ignore[override]
+            y = self.fc(x)
+            return y, F.cross_entropy(y.mT, targets, ignore_index=0)
+
+    probe = ModelProbe()
+    targets = probe.randint(0, 4, (3, 12), name="targets")
+    model = probe.build(lambda: Counted(faulty=False))
+    found = checks.padding_invariant(probe, model, probe.randn(3, 12, 4), torch.ones(3, 12), targets=targets)
+    assert found.verdict == "holds"
+
+
+LABELED: dict[str, Any] = {
+    "bert": (transformers.BertForMaskedLM, transformers.BertConfig, {}),
+    "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, {"bos_token_id": 1, "eos_token_id": 2}),
+    "mixtral": (
+        transformers.MixtralForCausalLM,
+        transformers.MixtralConfig,
+        {"output_router_logits": True, "num_local_experts": 4, "num_key_value_heads": 1, "router_aux_loss_coef": 0.1},
+    ),
+}
+
+
+def labeled(probe: ModelProbe, name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    kind, config, more = LABELED[name]
+    common = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 40}
+    own = {} if name == "gpt2" else {"intermediate_size": 24}
+    model = probe.build(lambda: kind(config(**common, **own, **more)))
+    ids = probe.randint(3, 40, (3, 12))
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+@pytest.mark.parametrize("name", LABELED)
+def test_the_losses_of_models_of_transformers_hold(name: str) -> None:
+    probe = ModelProbe()
+    model, inputs = labeled(probe, name)
+    assert checks.padding_invariant(probe, model, **inputs).verdict == "holds"
+
+
+def test_a_loss_of_the_balance_of_experts_that_counts_padding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    balance = modeling_mixtral.load_balancing_loss_func
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *args: balance(*args[:3]))
+    probe = ModelProbe()
+    model, inputs = labeled(probe, "mixtral")
+    found = checks.padding_invariant.outcome(probe, model, **inputs)
+    assert found.text.startswith("(root) depends on masked positions: output.aux_loss changed by ")

@@ -79,6 +79,55 @@ def test_items_of_a_list_that_are_the_rows_have_no_batch(probe: ModelProbe) -> N
     assert found.text == "the inputs are lists with an item for each row, and have no axis of a batch"
 
 
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_layer_that_wires_the_first_graph_of_the_batch_alone_is_named(probe: ModelProbe, faulty: bool) -> None:
+    def wired(self: Any, x: Tensor, edges: Tensor) -> Tensor:
+        n = 1 if faulty else len(x)
+        return self.fc(x + F.pad(edges[:n] @ x[:n], (0, 0, 0, 0, 0, len(x) - n)))
+
+    layer = Code(wired, fc=nn.Linear(3, 3))
+    model = Code(lambda self, x, edges: self.head(self.layer(x, edges)).mean(1), layer=layer, head=nn.Linear(3, 2))
+    edges = (probe.randn(4, 6, 6, name="edges") > 0).float()
+    found = checks.batch_independent.outcome(probe, model, probe.randn(4, 6, 3), edges)
+    assert (found.verdict, found.layer) == (("broken", "layer") if faulty else ("holds", None))
+    said = "layer depends on the place of a row in the batch: input of layer.fc changed by "
+    assert found.text.startswith(said if faulty else "the first and the last of 4 rows, and all moved by one, in ")
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_row_behind_the_first_that_depends_on_the_batch_size_is_named(probe: ModelProbe, faulty: bool) -> None:
+    def scaled(_: Any, x: Tensor) -> Tensor:
+        return torch.cat([x[:1], x[1:] / (len(x) if faulty else 1)])
+
+    model = nn.Sequential(nn.Linear(3, 3), Code(scaled))
+    found = checks.any_batch_size.outcome(probe, model, probe.randn(4, 3))
+    assert (found.verdict, found.layer) == (("broken", "1") if faulty else ("holds", None))
+    said = "layer '1' (Code) depends on the batch size: the first 4 rows changed by "
+    assert found.text.startswith(said) is faulty
+
+
+def test_similarities_and_masks_move_with_their_rows(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, mask: (self.fc(x * mask[..., None]).sum(1) @ x.sum(1).T, x), fc=nn.Linear(3, 3))
+    found = checks.batch_independent(probe, model, probe.randn(4, 6, 3), mask=probe.randn(4, 6, name="mask") > 0)
+    assert ", and all moved by one, in " in found.text
+
+
+@pytest.mark.parametrize("given", ["tensor", "list"])
+def test_a_model_that_takes_rows_in_one_order_alone_is_not_judged_in_others(probe: ModelProbe, given: str) -> None:
+    def forward(self: Any, x: Tensor, lengths: Any) -> Tensor:
+        if isinstance(lengths, list):
+            return torch.stack([row[:n].mean(0) for row, n in zip(self.fc(x), [*lengths, 5], strict=False)])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.lstm(packed)[1][0][-1]
+
+    lengths = [6, 5, 4, 2]
+    model = Code(forward, fc=nn.Linear(3, 3), lstm=nn.LSTM(3, 5, batch_first=True))
+    x = probe.randn(4, 6, 3)
+    found = checks.batch_independent.outcome(probe, model, x, lengths if given == "list" else torch.tensor(lengths))
+    assert found.verdict != "broken"
+    assert "moved by one" not in found.text
+
+
 # --- training -----------------------------------------------------------------------------------------------------
 
 

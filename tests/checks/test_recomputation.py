@@ -119,3 +119,103 @@ def test_a_bert_that_checkpoints_its_layers_passes_if_it_keeps_the_random_state(
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": keep})
     found = checks.checkpoint_parity.outcome(modelprobe, model, modelprobe.randint(0, 30, (2, 6)))
     assert found.layer == (None if keep else "encoder.layer.1.attention.self")
+
+
+# --- buffers ------------------------------------------------------------------------------------------------------
+
+
+class Counting(Block):
+    """Counts its tokens: where it calls the checkpoint, or in what is checkpointed."""
+
+    def __init__(self, *, twice: bool) -> None:
+        super().__init__()
+        self.twice = twice
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
+
+    def count(self, x: Tensor) -> None:
+        self.tokens += x.shape[0]
+
+    def mlp(self, x: Tensor) -> Tensor:
+        if self.twice:
+            self.count(x)
+        return super().mlp(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.twice:
+            self.count(x)
+        return super().forward(x)
+
+
+class Averaging(nn.Module):
+    """Keeps an average of what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.lerp_(x.detach().mean(0), 0.1)
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+class Checkpointing(nn.Module):
+    """Checkpoints a layer in training."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.layer, x, use_reentrant=False) if self.training else self.layer(x)
+        return self.head(y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_tokens_that_are_counted_again_in_the_backward_are_named(modelprobe: ModelProbe, twice: bool) -> None:
+    model = modelprobe.build(lambda: nn.Sequential(nn.Linear(4, 4), Counting(twice=twice), nn.Linear(4, 2)))
+    found = checks.checkpoint_parity.outcome(modelprobe, model.eval(), modelprobe.randn(20, 4))
+    assert (found.verdict, found.layer) == (("broken", "1.tokens") if twice else ("holds", None))
+    said = "1.tokens is written a second time when a checkpoint runs layer '1' (Counting) again: changed by 100 %\n"
+    assert found.text.startswith(said) is twice
+
+
+def test_an_average_that_a_checkpointed_layer_keeps_is_named_and_statistics_of_a_batch_norm_are_not(
+    modelprobe: ModelProbe,
+) -> None:
+    x = modelprobe.randn(20, 4)
+    found = checks.checkpoint_parity.outcome(modelprobe, Checkpointing(Averaging()), x)
+    assert (found.verdict, found.layer) == ("broken", "layer.average")
+    assert checks.checkpoint_parity(modelprobe, Checkpointing(nn.BatchNorm1d(4)), x).verdict == "holds"
+
+
+@pytest.mark.parametrize(("block", "verdict"), [(Averaging, "hint"), (lambda: nn.BatchNorm1d(4), "holds")])
+def test_state_that_is_written_twice_if_the_check_checkpoints_a_part_is_a_hint(
+    modelprobe: ModelProbe, block: Any, verdict: str
+) -> None:
+    model = modelprobe.build(lambda: nn.Sequential(nn.Sequential(block(), nn.Linear(4, 4)), nn.ReLU()))
+    found = checks.checkpoint_parity.outcome(modelprobe, model.train(), modelprobe.randn(20, 4))
+    assert found.verdict == verdict
+    said = "0.0.average is written a second time under checkpointing (not reentrant): "
+    assert found.text.startswith(said) is (verdict == "hint")
+
+
+def test_a_buffer_that_a_hook_of_the_backward_writes_is_a_hint(modelprobe: ModelProbe) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("largest", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.fc(x)
+            if y.requires_grad:
+                y.register_hook(self.look)
+            return y * (1 + self.largest)
+
+        def look(self, gradient: Tensor) -> None:
+            self.largest.copy_(gradient.abs().max())
+
+    found = checks.checkpoint_parity.outcome(modelprobe, Scaled(), modelprobe.randn(3, 4))
+    assert (found.verdict, found.layer) == ("hint", "largest")
+    assert found.text.startswith("largest is written by the backward: changed by ∞ %\n")
