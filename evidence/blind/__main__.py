@@ -1,8 +1,8 @@
 """What the standard checks say of 40 models of transformers that nobody chose: `python evidence/blind OUT.json`.
 
 The rule: of the classes of transformers that have a configuration and a name that ends in `Model`, in the order of the
-alphabet, 40 at equal distances. Each is made small (`hf-tiny:NAME`), and its inputs are guessed. One that cannot be made or
-guessed is left out, and told. Run it with two versions of this package on `PYTHONPATH`, and compare:
+alphabet, 40 at equal distances. Each is made small (`hf-tiny:NAME`), and its inputs are guessed. One that cannot be
+made or guessed is left out, and told. Run it with two versions of this package on `PYTHONPATH`, and compare:
 `python evidence/blind --compare BEFORE.json AFTER.json` prints what only one of the two says.
 """
 
@@ -29,7 +29,9 @@ def names() -> list[str]:
         except ImportError:  # of a library that is not installed
             return False
 
-    every = [name for name in sorted(dir(transformers)) if name.endswith("Model") and not name.endswith("PreTrainedModel")]
+    every = [
+        name for name in sorted(dir(transformers)) if name.endswith("Model") and not name.endswith("PreTrainedModel")
+    ]
     every = [name for name in every if has_configuration(name)]
     return [every[i * len(every) // COUNT] for i in range(COUNT)]
 
@@ -55,13 +57,17 @@ def checked(name: str) -> dict[str, Any]:
 def told(row: dict[str, Any]) -> set[str]:
     """Return what a row says is wrong, or may be."""
     outcomes = row.get("outcomes", {})
-    checks = {f"{name}: {verdict}: {text}" for name, (verdict, text) in outcomes.items() if verdict in ("broken", "hint")}
+    checks = {
+        f"{name}: {verdict}: {text}" for name, (verdict, text) in outcomes.items() if verdict in ("broken", "hint")
+    }
     return {*checks, *row.get("findings", ()), *(f"hint: {line}" for line in row.get("hints", ()))}
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> None:
     both = [name for name in before if "outcomes" in before[name] and "outcomes" in after.get(name, {})]
-    print(f"{len(both)} of {len(before)} models; seconds {sum(before[n]['seconds'] for n in both):.0f} before, ", end="")
+    print(
+        f"{len(both)} of {len(before)} models; seconds {sum(before[n]['seconds'] for n in both):.0f} before, ", end=""
+    )
     print(f"{sum(after[n]['seconds'] for n in both):.0f} after")
     for name in both:
         was, now = told(before[name]), told(after[name])

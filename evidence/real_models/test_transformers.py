@@ -18,8 +18,9 @@ from torch import Tensor
 from pytest_modelprobe import ModelProbe, checks
 
 COMMONS = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "checks" / "test_transformers.py"))
-COMMON, IMAGE, AUDIO, ROWS, VOCABULARY = (COMMONS[name] for name in ("COMMON", "IMAGE", "AUDIO", "ROWS", "VOCABULARY"))
-case, ids, image, labeled, made, text = (COMMONS[name] for name in ("case", "ids", "image", "labeled", "made", "text"))
+COMMON, AUDIO, ROWS, VOCABULARY = (COMMONS[name] for name in ("COMMON", "AUDIO", "ROWS", "VOCABULARY"))
+ids, labeled, made, own_loss, text = (COMMONS[name] for name in ("ids", "labeled", "made", "own_loss", "text"))
+IMAGE = {key: value for key, value in COMMON.items() if key not in ("vocab_size", "max_position_embeddings")}
 DECODER = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BOTH = {
     "d_model": 16,
@@ -33,6 +34,14 @@ BOTH = {
 }
 ONE_HEAD = {"num_key_value_heads": 1}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def case(name: str, factory: Callable[[], Any], inputs: Callable[[ModelProbe], Any], **options: Any) -> checks.Case:
+    return checks.Case(name=name, factory=factory, inputs=inputs, **{"loss": own_loss, **options})
+
+
+def image(probe: ModelProbe) -> dict[str, Tensor]:
+    return {"pixel_values": probe.randn(ROWS, 3, 32, 32), "labels": torch.arange(ROWS, device=probe.device) % 2}
 
 
 def one_label(probe: ModelProbe) -> dict[str, Any]:
@@ -450,7 +459,7 @@ CASES = COMMONS["CASES"] + [
         made(kind, config, **settings),
         inputs,
         loss=LOSSES.get(name, COMMONS["own_loss"]),
-        xfail=EXPLAINED.get(name),
+        xfail=EXPLAINED.get(name, {}),
     )
     for name, (kind, config, settings, inputs) in MODELS.items()
 ]
