@@ -6,6 +6,7 @@ from pytest_modelprobe import extension
 
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
+from .change import same_function
 from .check import Check
 from .incremental import incremental
 from .inputs import inputs_used
@@ -68,6 +69,7 @@ __all__ = [
     "permutation_equivariant",
     "permutation_invariant",
     "registered",
+    "same_function",
     "seeded",
     "standard",
     "state_dict_round_trip",
