@@ -26,6 +26,7 @@ from .sequence import causal, padding_invariant, permutation_equivariant, permut
 from .training import ema_tracks, gradcheck, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
 
 if TYPE_CHECKING:
+    from pytest_modelprobe.extras.adapters.adapter import adapter as adapter
     from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
     from pytest_modelprobe.extras.training_state.checkpoint import wholly_loaded as wholly_loaded
     from pytest_modelprobe.extras.training_state.deferred import deferred_initialization as deferred_initialization
