@@ -183,6 +183,8 @@ def _other_outputs(found: Comparison) -> AssertionError:
         rows.append([found.actual[d.layer].label, d.what, by])
     verb = "returns" if found.differences[0].kind == "output" else "is given"
     said = f"{rows[0][0]} {verb} another {rows[0][1]}: changed by {rows[0][2]}"
+    if len(rows) > 1:
+        said += f"; {rows[-1][0]} by {rows[-1][2]}"
     advice = "weights=False compares outputs alone: look at what became of the weights of this layer."
     return failed(said, ["layer", "value", "changed by"], rows, advice)
 

@@ -123,7 +123,8 @@ def function_kept(
     only, how = runs.that_reach_the_output, f"after {name}"
     found = agreeing(runs.one, runs.two, how, rounding, _ADVICE, only=only, unless_random=prepared)
     if isinstance(found, Violation):
-        return found
+        where, by = found.rows[-1] if found.rows and found.layer != ROOT else ("", "")
+        return dataclasses.replace(found, line=f"{found.line}; {where} by {by}") if where else found
     far = percent(max(relative_error(x, runs.two.final[path]) for path, x in final.items()))
     idle = f"; {name} changed no layer and no weight" if runs.is_idle else ""
     return f"{count(len(final), 'output')} {how}{' in float64' if runs.dtype else ''}, changed by at most {far}{idle}"
