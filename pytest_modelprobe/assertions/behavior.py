@@ -17,13 +17,15 @@ from typing import Literal
 from pytest_modelprobe import comparison
 from pytest_modelprobe.comparison import (
     Comparison,
+    Difference,
     Tolerance,
+    begins,
     changes_code,
     compare,
     diagnose,
     layers_behind_zeros,
 )
-from pytest_modelprobe.comparison.text import text
+from pytest_modelprobe.comparison.text import percent, text
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
     Layer,
@@ -49,6 +51,7 @@ def assert_same_behavior(
     rename: Mapping[str, str] | None = None,
     layers: Selector = "**",
     structure: bool = True,
+    weights: bool = True,
     pair: Literal["names", "structure"] = "names",
     tolerance: Tolerance = None,
 ) -> None:
@@ -65,6 +68,9 @@ def assert_same_behavior(
             inside them are included. ``{"blocks.*": "transformer.h.*"}``
         layers: Which layers of ``actual`` to compare.
         structure: Whether to compare types, attributes and shapes of parameters too; False for another implementation.
+        weights: Whether to compare weights, structure and gradients too; False after a change that keeps the function,
+            such as a merged adapter or a folded norm. Then only the outputs of the model count; the failure names the
+            first layer of both records from which a difference reaches them.
         pair: ``"structure"`` pairs the layers of another implementation by the values that flow through them where no
             names agree, and compares the outputs of the pairs; the failure has the pairing as a ``rename``.
         tolerance: Factor by which every tolerance is multiplied: a number, or a dict of glob of layers → number.
@@ -102,20 +108,25 @@ def assert_same_behavior(
         return
 
     def compared(mine: Record, theirs: Record) -> Comparison:
-        return compare(
+        found = compare(
             mine,
             theirs,
             rename=rename,
             layers=[layer.name for layer in selected(mine, layers)],
             tolerance=tolerance,
-            parts="all" if structure else "behavior",
+            parts="all" if structure and weights else "behavior",
         )
+        return found if weights else _of_outputs(found)
 
     # Measuring the noise takes seven runs: skipped if the records are equal without it.
     again = theirs.live_run if theirs.noise is None else None
     if again is not None and not compared(mine, dataclasses.replace(theirs, noise="measured")).same:
         theirs = again.measured(theirs)
     found = compared(mine, theirs)
+    if not weights:
+        if not found.same:
+            raise _other_outputs(found)
+        return
     now, then = mine.live_run, theirs.live_run
     if now is not None and (then is not None or any(call.response is not None for _, call in theirs.calls)):
 
@@ -143,6 +154,39 @@ def assert_same_behavior(
                 "Another implementation of the same? structure=False compares numbers alone, rename= maps names."
             )
         raise AssertionError(text(diagnosis, steps))
+
+
+def _of_outputs(found: Comparison) -> Comparison:
+    """Return what differs in the inputs and outputs of the model, and the layers where that begins."""
+    forwards = [pair for pair in found.calls if pair.outermost]
+    roots = {pair.layer for pair in forwards}
+    given = [d for d in found.found if d.kind in ("seed", "forwards") or (d.kind == "input" and d.layer in roots)]
+    fewer = [pair.layer for pair in forwards if len(pair.actual.outputs) != len(pair.expected.outputs)]
+    outputs = [Difference(layer=layer, kind="output", what="number of outputs", change=math.inf) for layer in fewer]
+    outputs += [d for d in found.found if d.kind == "output"]
+    outputs.sort(key=lambda d: found.actual[d.layer].calls[d.call].finished)
+    differing = dict.fromkeys(d.layer for d in outputs)
+    same = {layer for (layer, _, side, _), change in found.changes.items() if side == "output" and change.same}
+    takers: dict[str, set[str]] = {}
+    for layer, call in found.actual.calls:
+        for value in call.inputs:
+            takers.setdefault(str(value.source).partition(" ")[0], set()).add(layer.name)
+    kept = begins(differing, same - differing.keys(), takers) if given or roots & differing.keys() else ()
+    return dataclasses.replace(found, found=(*given, *(d for d in outputs if d.layer in kept)))
+
+
+def _other_outputs(found: Comparison) -> AssertionError:
+    """Return the failure of a model that returns something else, at the first layer that does."""
+    rows: list[list[Cell]] = []
+    for d in found.differences:
+        by = f"{d.expected} → {d.actual}" if d.change is None else percent(d.change)
+        rows.append([found.actual[d.layer].label, d.what, by])
+    verb = "returns" if found.differences[0].kind == "output" else "is given"
+    said = f"{rows[0][0]} {verb} another {rows[0][1]}: changed by {rows[0][2]}"
+    if len(rows) > 1:
+        said += f"; {rows[-1][0]} by {rows[-1][2]}"
+    advice = "weights=False compares outputs alone: look at what became of the weights of this layer."
+    return failed(said, ["layer", "value", "changed by"], rows, advice)
 
 
 # --- distributions ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pytest_modelprobe import extension
 
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
+from .change import same_function
 from .check import Check
 from .incremental import incremental
 from .inputs import inputs_used
@@ -25,6 +26,7 @@ from .sequence import causal, padding_invariant, permutation_equivariant, permut
 from .training import ema_tracks, gradcheck, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
 
 if TYPE_CHECKING:
+    from pytest_modelprobe.extras.adapters.adapter import adapter as adapter
     from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
     from pytest_modelprobe.extras.training_state.checkpoint import wholly_loaded as wholly_loaded
     from pytest_modelprobe.extras.training_state.deferred import deferred_initialization as deferred_initialization
@@ -68,6 +70,7 @@ __all__ = [
     "permutation_equivariant",
     "permutation_invariant",
     "registered",
+    "same_function",
     "seeded",
     "standard",
     "state_dict_round_trip",

@@ -30,7 +30,7 @@ Pairs = Callable[[LayerTensor, Tensor], list[tuple[Tensor, Tensor]]]
 
 Without a pair nothing is compared."""
 
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 """Largest relative error of two runs in float64, as parts of a model may compute in float32 all the same."""
 
 _NEGLIGIBLE = 1e-6
@@ -242,7 +242,7 @@ def compare_runs(
             prepared.variation(mode="eval", model=model, vary=lambda path, x, vary=vary: as_double(vary(path, x)))
             for vary in varied
         ]
-        found = compared(wide[0], wide[1], _ROUNDING if tolerance is None else tolerance)
+        found = compared(wide[0], wide[1], ROUNDING if tolerance is None else tolerance)
     except NotApplicableError:  # it runs in its own dtype alone
         pass
     if any(one.layer_tensor.is_final for one in found):

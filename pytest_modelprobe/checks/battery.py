@@ -68,6 +68,7 @@ APART: Mapping[str, str] = {
     "device_parity": "as it needs another device",
     "optimizer_covers": "as it needs the optimizer",
     "ema_tracks": "as it needs the average",
+    "same_function": "as it needs the function that changes the model",
     "initial_loss": "as a trained model begins lower",
     **extension.reasons(),
 }

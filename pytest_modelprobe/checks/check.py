@@ -72,8 +72,12 @@ class Check:
         parameters = list(inspect.signature(function).parameters.values())[1:]
         self.options = frozenset(p.name for p in parameters)
         """Keyword arguments of the check; all others are passed to the model."""
+        before = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self._before_inputs = [p.name for p in before]
+        """Options that may also be given by position, before the inputs."""
         first, model, inputs, *of_all, others = list(inspect.signature(Check.outcome).parameters.values())[1:]
-        every = [first, model, inputs, *parameters, *of_all, others.replace(name="model_kwargs")]
+        own = (*before, inputs, *parameters[len(before) :])
+        every = [first, model, *own, *of_all, others.replace(name="model_kwargs")]
         self.__signature__ = inspect.Signature([one.replace(annotation=inspect.Parameter.empty) for one in every])
 
     def __get__(self, instance: object, owner: type | None = None) -> Check:
@@ -127,7 +131,10 @@ class Check:
         """
         __tracebackhide__ = True
         check_order(self.__name__, probe, model, *inputs)
+        before = [name for name in self._before_inputs if name not in options]
         own = {name: value for name, value in options.items() if name in self.options}
+        own |= zip(before, inputs, strict=False)
+        inputs = inputs[len(before) :]
         model_kwargs = {name: value for name, value in options.items() if name not in self.options}
         return self.judge(PreparedModel(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss), own)
 

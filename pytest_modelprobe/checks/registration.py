@@ -178,10 +178,10 @@ def registered(prepared: PreparedModel) -> Violation | str:
     >>> print(checks.registered.outcome(ModelProbe(), model).layer)
     extra[0]
     """
-    before = _all_unregistered(prepared)
+    before = unregistered(prepared)
     with prepared.keep_changes():
         prepared.run()
-        after = _all_unregistered(prepared)
+        after = unregistered(prepared)
     found = [(where, _kind(value)) for where, value in before.items() if after.get(where) is value]
     if not found:
         return count(sum(1 for _ in prepared.model.modules()), "module")
@@ -194,7 +194,7 @@ def registered(prepared: PreparedModel) -> Violation | str:
     )
 
 
-def _all_unregistered(prepared: PreparedModel) -> dict[str, Any]:
+def unregistered(prepared: PreparedModel) -> dict[str, Any]:
     """Return the modules, parameters and tensors that the model has not registered, by their paths."""
     tensors = [*nn.Module.parameters(prepared.model), *nn.Module.buffers(prepared.model)]
     known: set[Hashable] = {*map(id, [*prepared.model.modules(), *tensors]), *map(place, tensors)}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe import extension
 
+from .compare import begins as begins
 from .compare import compare as compare
 from .compare import tolerance_factor as tolerance_factor
 from .diagnosis import diagnose as diagnose

@@ -29,6 +29,7 @@ from pytest_modelprobe.record import (
     Record,
     Value,
     address,
+    containers,
     gc_paused,
     has_numbers,
     is_read,
@@ -164,6 +165,27 @@ def tolerance_factor(tolerance: Tolerance, record: Record) -> Callable[[str], fl
             raise SelectionError(f"tolerance: {glob!r} matches none of {count(len(record.layers), 'layer')}{hint}")
     globs = [(Glob(glob), float(times)) for glob, times in list(given.items())[::-1]]
     return lambda layer: next((times for glob, times in globs if glob.matches(layer)), 1.0)
+
+
+def begins(differing: Collection[str], agreeing: Collection[str], takers: Mapping[str, Collection[str]]) -> list[str]:
+    """Return the layers whose difference nothing makes up for.
+
+    That is neither a layer around it, nor all layers that take what it returns.
+
+    Args:
+        differing: Layers that return something else, in the order in which they return.
+        agreeing: Layers that return the same.
+        takers: Layer → the layers that take what it returns, as far as they are known.
+
+    >>> begins(["conv1", "conv2", "norm2", "(root)"], ["norm1"], {"conv1": ["norm1"], "conv2": ["norm2"]})
+    ['conv2', 'norm2', '(root)']
+    """
+    made_up = {*agreeing}
+    for name in reversed([*differing]):
+        taken = takers.get(name)
+        if not made_up.isdisjoint(containers(name)) or (taken and made_up.issuperset(taken)):
+            made_up.add(name)
+    return [name for name in differing if name not in made_up]
 
 
 class _Comparer:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from pytest_modelprobe.extension import Extra
 
 EXTRAS = {
+    "adapters": Extra(
+        checks={"adapter": "adapter"},
+        apart={"adapter": "as it needs the function that attaches the adapter"},
+    ),
     "doctor": Extra(commands={"doctor": "command"}),
     "exporters": Extra(
         exporters=dict.fromkeys(["GROUP", "Exporter", "exporter", "readings", "scalars"], "export"),

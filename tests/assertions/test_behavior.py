@@ -255,3 +255,38 @@ def test_all_tokens_in_one_axis_are_the_same() -> None:
     two.n.eps = 1e-2
     with pytest.raises(AssertionError, match=r"^n: own code changed(?s:.*)eps 1e-05 → 0\.01"):
         assert_same_behavior(PROBE.run(two, ids), PROBE.run(one, ids), structure=False)
+
+
+def pairs_of_layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.ReLU() if i == 2 else nn.Linear(8, 8, bias=False) for i in range(5)))
+
+
+def with_pairs_merged(factor: float = 1.0) -> nn.Sequential:
+    model = PROBE.build(pairs_of_layers)
+    for i, times in ((0, 1.0), (3, factor)):
+        model[i].weight.data = times * model[i + 1].weight.detach() @ model[i].weight.detach()
+        model[i + 1] = nn.Identity()
+    return model
+
+
+def test_weights_and_layers_may_differ_if_the_model_returns_the_same() -> None:
+    old = run(PROBE.build(pairs_of_layers))
+    assert "weights changed" in failure_of(run(with_pairs_merged()), old, structure=False)
+    assert_same_behavior(run(with_pairs_merged()), old, weights=False)
+
+
+def test_the_first_layer_is_named_whose_difference_reaches_the_output_though_weights_may_differ() -> None:
+    shown = failure_of(run(with_pairs_merged(0.5)), run(PROBE.build(pairs_of_layers)), weights=False)
+    first = r"layer '3' \(Linear\) returns another output: changed by \d+ %; \(root\) by \d+ %\n"
+    assert re.match(first, shown)
+    assert [line.split("  ")[0] for line in shown.splitlines()[3:6]] == [
+        "layer '3' (Linear)", "layer '4' (Identity)", "(root)"
+    ]  # fmt: skip
+    assert shown.endswith("look at what became of the weights of this layer.")
+
+
+def test_other_inputs_are_no_difference_of_weights() -> None:
+    model = reference()
+    shown = failure_of(PROBE.run(model, X + 1), PROBE.run(model, X), weights=False)
+    assert shown.startswith("(root) is given another input: changed by ")
+    assert_same_behavior(PROBE.run(model, X), PROBE.run(model, X), weights=False)
