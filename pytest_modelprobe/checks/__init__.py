@@ -7,6 +7,7 @@ from pytest_modelprobe import extension
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
 from .check import Check
+from .gradients import gradcheck, gradients_agree
 from .incremental import incremental
 from .inputs import inputs_used
 from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
@@ -22,7 +23,7 @@ from .registration import (
     state_unchanged_by_forward,
 )
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
-from .training import ema_tracks, gradcheck, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
+from .training import ema_tracks, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
 
 if TYPE_CHECKING:
     from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
@@ -54,6 +55,7 @@ __all__ = [
     "finite",
     "gradcheck",
     "gradient_accumulation",
+    "gradients_agree",
     "incremental",
     "initial_loss",
     "initialized",
