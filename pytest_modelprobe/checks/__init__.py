@@ -9,7 +9,7 @@ from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_ch
 from .check import Check
 from .gradients import gradcheck, gradients_agree
 from .incremental import incremental
-from .inputs import inputs_used
+from .inputs import inputs_used, parameters_used
 from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
 from .outcome import NotApplicableError, Outcome
 from .parity import compile_parity, device_parity, dtype_parity, export_parity, layout_parity
@@ -66,6 +66,7 @@ __all__ = [
     "optimizer_covers",
     "overfits_batch",
     "padding_invariant",
+    "parameters_used",
     "parametrize_with_checks",
     "permutation_equivariant",
     "permutation_invariant",

@@ -1,4 +1,4 @@
-"""Gradients equal finite differences."""
+"""Gradients: they equal finite differences, and every parameter gets one."""
 
 from __future__ import annotations
 
@@ -128,3 +128,81 @@ def test_what_computes_in_float32_alone_is_not_judged(probe: ModelProbe) -> None
         probe, between(lambda x: torch.from_numpy(x.detach().numpy().astype("float32")).double() + x), probe.randn(5, 6)
     )
     assert found.text == "finite differences do not settle: the outputs have a kink or a jump there"
+
+
+# --- parameters without a gradient ------------------------------------------------------------------------------------
+
+
+class Vision(nn.Module):
+    """Four patches of an image, and a token of the class."""
+
+    def __init__(self, *, token_is_used: bool) -> None:
+        super().__init__()
+        self.patch, self.token = nn.Linear(16, 8), nn.Parameter(torch.zeros(1, 1, 8))
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head, self.token_is_used = nn.Linear(8, 3), token_is_used
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x)
+        if self.token_is_used:
+            x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        return self.head(self.encoder(x)[:, 0])
+
+
+def test_a_class_token_that_is_never_used_is_a_hint(probe: ModelProbe) -> None:
+    x = probe.randn(2, 4, 16)
+    assert checks.parameters_used(probe, Vision(token_is_used=True), x).text == "17 parameters"
+    found = checks.parameters_used.outcome(probe, Vision(token_is_used=False), x)
+    assert (found.verdict, found.layer) == ("hint", "token")
+    assert found.text.startswith("""\
+token gets no gradient in either mode; 1 of 17 parameters looked at
+
+parameter   shape       layer called
+token       (1, 1, 8)   yes
+""")
+    with pytest.warns(UserWarning, match=r"token gets no gradient in either mode.*1 hint; "):
+        assert checks.standard(probe, Vision(token_is_used=False), x).broken == ()
+
+
+class Gated(nn.Module):
+    """A block whose branch has a gate, which is zero at first."""
+
+    def __init__(self, *, forgets: bool) -> None:
+        super().__init__()
+        self.fc, self.gate = nn.Linear(8, 8), nn.Parameter(torch.zeros(8))
+        self.forgets = forgets
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.fc(x).tanh()
+        return x + (branch if self.forgets else branch * self.gate)
+
+
+def test_a_gate_that_is_zero_has_a_gradient_and_one_that_is_forgotten_has_none(probe: ModelProbe) -> None:
+    def blocks(*, forgets: bool) -> nn.Module:
+        return nn.Sequential(Gated(forgets=False), Gated(forgets=forgets))
+
+    x = probe.randn(3, 8)
+    assert checks.parameters_used(probe, blocks(forgets=False), x).text == "6 parameters"
+    assert checks.parameters_used.outcome(probe, blocks(forgets=True), x).layer == "1.gate"
+
+
+class OfOneMode(nn.Module):
+    """Masks positions in training alone, and has a head that only labels call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.mask, self.other = nn.Linear(8, 8), nn.Parameter(torch.zeros(8)), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        if self.training:
+            x = torch.where(torch.arange(len(x))[:, None] % 2 == 0, self.mask, x)
+        x = self.fc(x)
+        return x if labels is None else self.other(x)
+
+
+def test_a_parameter_of_training_is_used_and_a_head_that_was_not_called_is_told_so(probe: ModelProbe) -> None:
+    found = checks.parameters_used.outcome(probe, OfOneMode(), probe.randn(3, 8))
+    assert found.text.split("\n\n")[1].splitlines()[1:] == [
+        "other.weight   (2, 8)   never",
+        "other.bias     (2,)     never",
+    ]
