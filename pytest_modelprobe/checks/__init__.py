@@ -7,6 +7,7 @@ from pytest_modelprobe import extension
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
 from .check import Check
+from .compilation import compiles_whole
 from .gradients import gradcheck, gradients_agree
 from .incremental import incremental
 from .inputs import inputs_used, parameters_used
@@ -45,6 +46,7 @@ __all__ = [
     "causal",
     "checkpoint_parity",
     "compile_parity",
+    "compiles_whole",
     "copy_and_pickle",
     "deterministic",
     "device_parity",
