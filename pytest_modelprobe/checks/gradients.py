@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pytest_modelprobe._torch import converted
 from pytest_modelprobe.models import flatten
@@ -51,7 +51,7 @@ def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float =
     at = one.loss.item() if one.loss is not None else 0.0
     for name, known, gradient in doubled.gradients(one):
         looked_at += 1
-        direction = prepared.randn_like(known, f"direction {name}")
+        direction = doubled.direction(name, known)
         direction = direction / direction.norm()
         if gradient is not None and gradient.norm() > 0:
             against = _along(gradient, direction) < 0  # of a scalar the two would cancel
@@ -122,6 +122,15 @@ class _Doubled:
             raise NotApplicableError(f"the model does not run at a small distance: {trace.failure}")
         return trace.loss.item()
 
+    def direction(self, name: str, known: Tensor) -> Tensor:
+        """Return a random direction of a parameter or an input, without the rows of padding, which get no gradient."""
+        direction = self._prepared.randn_like(known, f"direction {name}")
+        embeddings = (one for one in self._model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+        for one in embeddings:
+            if one.weight is known and one.padding_idx is not None:
+                direction[one.padding_idx] = 0
+        return direction
+
     def gradients(self, trace: Trace) -> list[tuple[str, Tensor, Tensor | None]]:
         """Return each parameter and floating input that has elements: its name, it itself and its gradient."""
         found = [(name, self.parameters[name], gradient) for name, gradient in trace.gradients.items()]
@@ -189,10 +198,7 @@ def gradients_agree(prepared: PreparedModel) -> Violation | str:
     doubled = _Doubled(prepared, "random")
     known = {name: p for name, p in doubled.parameters.items() if p.numel()}
     inputs = {path: x for path, x in doubled.inputs.items() if x.is_floating_point() and noise.is_quantity(x)}
-    direction = {
-        x: prepared.randn_like(x, f"direction {name}") * (rms(x) or 1.0)
-        for name, x in (*known.items(), *inputs.items())
-    }
+    direction = {x: doubled.direction(name, x) * (rms(x) or 1.0) for name, x in (*known.items(), *inputs.items())}
     there = {x: _BESIDE * along for x, along in direction.items()}
     one = doubled.reference(there)
     at = one.loss.item() if one.loss is not None else 0.0

@@ -123,6 +123,14 @@ def test_inputs_that_are_one_tensor_have_one_gradient(probe: ModelProbe) -> None
         assert check.outcome(probe, model, x, x, x).verdict == "holds"
 
 
+def test_a_row_of_padding_has_no_gradient_on_purpose(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, padding_idx=3), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight.normal_()
+    for check in (checks.gradients_agree, checks.gradcheck):
+        assert check.outcome(probe, model, torch.arange(8).view(2, 4)).verdict == "holds"
+
+
 def test_what_computes_in_float32_alone_is_not_judged(probe: ModelProbe) -> None:
     found = checks.gradients_agree.outcome(
         probe, between(lambda x: torch.from_numpy(x.detach().numpy().astype("float32")).double() + x), probe.randn(5, 6)
