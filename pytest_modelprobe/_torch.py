@@ -578,6 +578,20 @@ not_compiled: Callable[[_Function], _Function] = _private("torch._disable_dynamo
 """Return a function that compiled code calls as it is. `torch.compiler.disable` imports `torch._dynamo` for it."""
 
 
+def compilation_notes() -> tuple[list[Any], dict[Any, list[str]]]:
+    """Return what torch keeps of its compilations since `torch.compiler.reset`.
+
+    These are the graph breaks, each with a ``reason`` and a ``user_stack``, and by code the guards that failed, because
+    of which it was compiled again. `torch._dynamo` is imported here, because that takes seconds.
+    """
+    utils, found = importlib.import_module("torch._dynamo.utils"), list[Any]()
+    for name in ("graph_break_reasons", "guard_failures"):
+        if not hasattr(utils, name):
+            _refuse(f"torch._dynamo.utils.{name}", "graph breaks and compilations cannot be told")
+        found.append(getattr(utils, name))
+    return found[0], found[1]
+
+
 FLASH_ATTENTION_ON_CPU: Any = _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
 """The fused attention on the CPU, which `torch.utils.flop_counter` does not count, or `None` if there is none."""
 

@@ -8,8 +8,10 @@ from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
 from .change import same_function
 from .check import Check
+from .compilation import compiles_whole
+from .gradients import gradcheck, gradients_agree
 from .incremental import incremental
-from .inputs import inputs_used
+from .inputs import inputs_used, parameters_used
 from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
 from .outcome import NotApplicableError, Outcome
 from .parity import compile_parity, device_parity, dtype_parity, export_parity, layout_parity
@@ -23,7 +25,7 @@ from .registration import (
     state_unchanged_by_forward,
 )
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
-from .training import ema_tracks, gradcheck, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
+from .training import ema_tracks, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
 
 if TYPE_CHECKING:
     from pytest_modelprobe.extras.adapters.adapter import adapter as adapter
@@ -46,6 +48,7 @@ __all__ = [
     "causal",
     "checkpoint_parity",
     "compile_parity",
+    "compiles_whole",
     "copy_and_pickle",
     "deterministic",
     "device_parity",
@@ -56,6 +59,7 @@ __all__ = [
     "finite",
     "gradcheck",
     "gradient_accumulation",
+    "gradients_agree",
     "incremental",
     "initial_loss",
     "initialized",
@@ -66,6 +70,7 @@ __all__ = [
     "optimizer_covers",
     "overfits_batch",
     "padding_invariant",
+    "parameters_used",
     "parametrize_with_checks",
     "permutation_equivariant",
     "permutation_invariant",

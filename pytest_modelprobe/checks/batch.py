@@ -6,6 +6,7 @@ are left as they are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections import Counter
@@ -157,6 +158,15 @@ def size_of(prepared: PreparedModel, axis: int) -> int:
     if not having[0].shape[axis]:
         raise NotApplicableError("the batch has no rows")
     return having[0].shape[axis]
+
+
+def larger_batches(prepared: PreparedModel, axis: int) -> list[tuple[int, Vary]]:
+    """Return two larger sizes of the batch, each with what resizes the inputs; none if the model accepts no other."""
+    with contextlib.suppress(NotApplicableError):
+        size = size_of(prepared, axis)
+        if found := _resized(prepared, size, axis, (size + 1,)):
+            return [(n, _sized(found[2], size, n, axis)) for n in (size + 1, size + 2)]
+    return []
 
 
 def check_rows_go_together(prepared: PreparedModel, axis: int) -> None:

@@ -27,8 +27,9 @@ from pytest_modelprobe.text import count, listed
 
 from .batch import any_batch_size, batch_independent
 from .check import Check, arguments_of, check_order, from_assertion
+from .gradients import gradients_agree
 from .incremental import incremental_where_meant
-from .inputs import inputs_used
+from .inputs import inputs_used, parameters_used
 from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
 from .outcome import NotApplicableError, Outcome
 from .parity import dtype_parity, layout_parity
@@ -50,9 +51,9 @@ _standard: ChainMap[str, Check] = ChainMap({}, {
     for check in (
         finite, registered, initialized, deterministic, eval_stable, seeded, train_eval_differ,
         modes_agree, batch_independent, any_batch_size, causal_where_meant, incremental_where_meant, padding_invariant,
-        inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
-        layout_parity, dtype_parity, checkpoint_parity,
-        gradient_accumulation, overfits_batch,
+        inputs_used, parameters_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip,
+        copy_and_pickle, layout_parity, dtype_parity, checkpoint_parity,
+        gradients_agree, gradient_accumulation, overfits_batch,
     )
 })  # fmt: skip
 """What was added in this run of pytest, or without one in this process, and what there always is."""
@@ -63,6 +64,7 @@ APART: Mapping[str, str] = {
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
     "compile_parity": "as compiling takes long",
+    "compiles_whole": "as compiling takes long, and not every model is meant to be compiled",
     "export_parity": "as only some models are meant to be exported",
     "gradcheck": "as it runs the model twice for each parameter",
     "device_parity": "as it needs another device",

@@ -1,4 +1,4 @@
-"""Which parts of the inputs reach the output.
+"""Which parts of the inputs, and which parameters, reach the output.
 
 A gradient shows which floating elements matter. Inputs without gradients, and elements that no gradient reaches, are
 replaced by other valid values: what then changes no output is not used.
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import flatten
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Mode
-from pytest_modelprobe.text import count, listed
+from pytest_modelprobe.text import count, listed, out_of
 
 from .agreement import disagreements
-from .check import check
+from .check import check, check_unmodified
 from .outcome import NotApplicableError, Violation
 from .positions import masked_out
 from .sequence import replacement
@@ -178,6 +179,52 @@ def inputs_used(prepared: PreparedModel) -> Violation | str:
     if reached is None:
         notes.append(f"not looked at, as no gradient can be taken: {listed(list(sliced))}")
     return "; ".join([count(len(given), "input"), *notes])
+
+
+@check_unmodified
+def parameters_used(prepared: PreparedModel) -> Violation | str:
+    """Check that each parameter that requires a gradient gets one, in evaluation or training mode; else it is a hint.
+
+    All floating outputs have a gradient. A parameter without one is not used, or what is computed of it is detached. A
+    model may have such on purpose: heads, experts and poolers that were not called, weights for an input that is
+    optional, a token for masks. In `standard` the gradients that arrived in other checks count too.
+
+    `assert_all_params_have_grad` fails where this is a hint.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.parameters_used(probe, nn.Linear(3, 2), probe.randn(4, 3)))
+    parameters_used holds for Linear: 2 parameters
+    """
+    wanted = {name: p for name, p in prepared.model.named_parameters() if p.requires_grad and p.numel()}
+    if not wanted:
+        raise NotApplicableError("no parameter requires a gradient")
+    called, refused = set[str](), list[NotApplicableError]()
+    for mode in _MODES:
+        if not prepared.reached >= wanted.keys():
+            try:
+                trace = prepared.reference(mode=mode, backward=True, loss="random")
+                called.update(given.layer for given in trace.tensors)
+            except NotApplicableError as reason:
+                refused.append(reason)
+    if len(refused) == len(_MODES):
+        raise refused[0]
+    found = [name for name in wanted if name not in prepared.reached]
+    if not found:
+        return count(len(wanted), "parameter")
+    rows = [
+        (name, str(tuple(wanted[name].shape)), "yes" if (name.rpartition(".")[0] or ROOT) in called else "never")
+        for name in found
+    ]
+    return Violation.first_of(
+        sorted(rows, key=lambda row: row[-1] == "never"),
+        f"gets no gradient in either mode; {out_of(len(found), len(wanted), 'parameter')}",
+        columns=("parameter", "shape", "layer called"),
+        advice="No output depends on it, or what is computed of it is detached. A head, an expert or a token for other "
+        "inputs or options may be so on purpose: freeze it, with requires_grad_(False), where it is never to train.",
+        level="hint",
+    )
 
 
 def _use(prepared: PreparedModel, path: str, x: Tensor) -> Violation | str:

@@ -287,11 +287,7 @@ def compile_parity(
     finally:
         torch.compiler.reset()
     if two.error is not None:
-        return Violation.at(
-            ROOT,
-            f"cannot be compiled: {two.failure.removeprefix(f'{ROOT} raised ')}",
-            advice="TORCH_LOGS=graph_breaks shows what cannot be traced; torch.compiler.disable excludes it.",
-        )
+        return not_compiled(two)
     two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
 
     def told(model: nn.Module) -> Any:
@@ -301,6 +297,15 @@ def compile_parity(
     found = _in_program(prepared, one, two, told, "when compiled", tolerance)
     torch.compiler.reset()
     return found or f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
+
+
+def not_compiled(trace: Trace) -> Violation:
+    """Return the violation of a run that raised because it was compiled."""
+    return Violation.at(
+        ROOT,
+        f"cannot be compiled: {trace.failure.removeprefix(f'{ROOT} raised ')}",
+        advice="TORCH_LOGS=graph_breaks shows what cannot be traced; torch.compiler.disable excludes it.",
+    )
 
 
 @check_native

@@ -170,6 +170,8 @@ class PreparedModel:
         self.name = type(next(iter(self.layers.modules.values()))).__name__
         self.numbers: dict[str, None] = {}
         """Paths of outputs that are numbers of Python, which no check compares."""
+        self.reached: set[str] = set()
+        """Parameters that got a gradient in a run so far, in whichever check."""
         self._loss: Loss = "random" if loss is None else loss
         self._check_reference: ReferenceCheck | None = None
         self._wide = False
@@ -566,6 +568,7 @@ class PreparedModel:
             for handle in handles:
                 handle.remove()
         trace.gradients = {name: p.grad for name, p in parameters.items()}
+        self.reached.update(name for name, gradient in trace.gradients.items() if gradient is not None)
         trace.input_gradients = {path: x.grad for path, x in inputs.items() if x.requires_grad and x.is_leaf}
         for parameter in parameters.values():
             parameter.grad = None

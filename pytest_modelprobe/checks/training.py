@@ -1,4 +1,4 @@
-"""Training: accumulated and correct gradients, parameters of the optimizer, a decreasing loss.
+"""Training: accumulated gradients, parameters of the optimizer, a decreasing loss.
 
 These checks need a loss or an optimizer, and change parameters; the prepared model restores them. Small differences are
 looked at once more in float64, because gradients of sums that cancel are rounding errors.
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe._torch import BatchOrInstanceNorm, converted
+from pytest_modelprobe._torch import BatchOrInstanceNorm
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import interruptible
-from pytest_modelprobe.models import flatten, map_tensors, preserved
+from pytest_modelprobe.models import map_tensors, preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Widening
@@ -34,7 +34,7 @@ from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_unmodified
 from .outcome import NotApplicableError, Violation, line_of
 from .rounding import as_double, limit, relative_error
-from .session import PreparedModel, Trace, Vary
+from .session import PreparedModel, Trace
 
 # --- What a model computes before any training: its first loss -------------------------------------------------------
 
@@ -237,96 +237,6 @@ def _compares_rows(whole: Trace, found: Sequence[tuple[str, float, float]]) -> b
 
 def _wide(_: str, x: Tensor) -> Tensor:
     return as_double(x)
-
-
-@check
-def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float = 1e-6) -> Violation | str:
-    """Check the gradient of each parameter and each floating input against finite differences of the loss, in float64.
-
-    ``(loss(x + step d) - loss(x - step d)) / 2 step`` has to equal the gradient times d, for one direction d each. Half
-    of d is the direction of the gradient, which shows a wrong norm, and half is random.
-
-    The model is in evaluation mode.
-
-    Args:
-        prepared: The model and its inputs.
-        tolerance: Largest difference, relative to the gradient's norm.
-        step: Distance for the finite differences.
-
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe, checks
-    >>> probe = ModelProbe()
-    >>> print(checks.gradcheck(probe, nn.Linear(3, 2), probe.randn(4, 3)))
-    gradcheck holds for Linear: 3 gradients
-    """
-    model = prepared.copied()
-    converted(model, as_double)  # .double() leaves complex ones in single precision
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-
-    def run(vary: Vary) -> Trace:
-        with Widening(torch.float64):
-            return prepared.run(mode="eval", model=model, vary=vary, backward=True, input_gradients=True)
-
-    one = run(_wide)
-    # Made by numpy, say. What has no gradient, such as zeros beside the loss, does not matter.
-    if any(x.dtype == torch.float32 and x.requires_grad for _, x in flatten("output", one.output).tensors):
-        raise NotApplicableError("the loss is computed of float32, too coarse for small differences")
-    if one.error is not None:
-        raise NotApplicableError(f"the model does not run in float64: {one.failure}")
-    prepared.check_reference(one, mode="eval", model=model, vary=_wide)
-
-    inputs = {path: as_double(x.detach().to(prepared.probe.device)) for path, x in prepared.inputs}
-
-    def loss_at(known: Tensor, direction: Tensor, by: float) -> float:
-        def moved(where: str, x: Tensor) -> Tensor:
-            x = as_double(x)
-            return x + by * direction if inputs.get(where) is known else x
-
-        before = known.detach().clone()
-        with torch.no_grad():
-            if isinstance(known, nn.Parameter):
-                known.add_(by * direction)
-            trace = run(moved)
-            if isinstance(known, nn.Parameter):
-                known.copy_(before)
-        if trace.error is not None or trace.loss is None:
-            raise NotApplicableError(f"the model does not run at a distance of step=: {trace.failure}")
-        return trace.loss.item()
-
-    found: list[tuple[str, str, str]] = []
-    looked_at = 0
-    at = one.loss.item() if one.loss is not None else 0.0
-    wanted = [(name, parameters[name], gradient) for name, gradient in one.gradients.items()]
-    wanted += [(path, inputs[path], gradient) for path, gradient in one.input_gradients.items()]
-    for name, known, gradient in wanted:
-        if not known.numel():
-            continue
-        looked_at += 1
-        direction = prepared.randn_like(known, f"direction {name}")
-        direction = direction / direction.norm()
-        if gradient is not None and gradient.norm() > 0:
-            against = (gradient.conj() * direction).sum().real < 0  # of a scalar the two would cancel
-            direction = (-direction if against else direction) + gradient / gradient.norm()  # which may be sparse
-            direction = direction / direction.norm()
-        near = (loss_at(known, direction, step) - loss_at(known, direction, -step)) / (2 * step)
-        exact = 0.0 if gradient is None else (gradient.conj() * direction).sum().real.item()
-        scale = max(0.0 if gradient is None else gradient.norm().item(), 1e-6 * max(1.0, abs(at)))
-        if not abs(near - exact) <= tolerance * scale:
-            found.append((name, "none" if gradient is None else number(exact), number(near)))
-    if not looked_at:
-        raise NotApplicableError("nothing has a gradient")
-    if not found:
-        return count(looked_at, "gradient")
-    check_not_random(prepared)
-    found = in_backward_order(found, one)
-    _, exact_said, near_said = found[0]
-    return Violation.first_of(
-        found,
-        f"has a wrong gradient: backward computes {exact_said}, finite differences {near_said}",
-        columns=("tensor", "gradient", "finite differences"),
-        advice="The error is between there and the loss. Look for an autograd.Function with a wrong backward, for "
-        ".detach(), .data and no_grad; and for a kink at this point, as of a ReLU at 0.",
-    )
 
 
 @check_unmodified

@@ -156,7 +156,7 @@ class Perturbation:
         >>> Perturbation("repeat 1", far=False).input(mask, "mask") is mask
         True
         """
-        if not (has_dense_storage(tensor) and _is_quantity(unexpanded(tensor))):
+        if not is_quantity(tensor):
             return tensor
         moved = self(unexpanded(tensor), name)
         return moved if moved.shape == tensor.shape else moved.expand(tensor.shape)
@@ -207,8 +207,11 @@ def terms_of(owner: nn.Module, weight: torch.Tensor) -> int:
     return 1
 
 
-def _is_quantity(tensor: torch.Tensor) -> bool:
-    plain = as_real(tensor.detach())
+def is_quantity(tensor: torch.Tensor) -> bool:
+    """Return whether an input has plain memory, and numbers that may be a little larger: no mask, length or code."""
+    if not has_dense_storage(tensor):
+        return False
+    plain = as_real(unexpanded(tensor).detach())
     if plain.dtype not in _BITS:
         return False
     usual = plain.abs() < torch.finfo(plain.dtype).max / 2  # this is false for a NaN

@@ -77,8 +77,8 @@ def test_all_checks_that_are_broken_are_named_in_the_first_line(probe: ModelProb
     with pytest.raises(AssertionError) as error:
         checks.standard(probe, model, probe.randn(4, 8))
     assert str(error.value).partition("\n")[0] == (
-        "extra[0] is a module (Linear) that the model has not registered; 3 checks of 23 broken: registered, "
-        "batch_independent and any_batch_size; 13 hold, 7 are not applicable"
+        "extra[0] is a module (Linear) that the model has not registered; 3 checks of 25 broken: registered, "
+        "batch_independent and any_batch_size; 15 hold, 7 are not applicable"
     )
 
 

@@ -118,13 +118,13 @@ def test_a_run_inside_another_has_checks_of_its_own(pytester: pytest.Pytester) -
     remove = checks.add_standard({"small": print, "outer": print})
     pytester.makepyfile("""
         from pytest_modelprobe.checks import STANDARD
-        def test_own(): assert len(STANDARD) == 25 and "outer" not in STANDARD
+        def test_own(): assert len(STANDARD) == 27 and "outer" not in STANDARD
     """)
     pytester.makeconftest(CHECKS)
     pytester.runpytest("-p", "no:cacheprovider").assert_outcomes(passed=1)
     assert [*checks.STANDARD][-2:] == ["small", "outer"]
     remove()
-    assert len(checks.STANDARD) == 23
+    assert len(checks.STANDARD) == 25
 
 
 @pytest.mark.usefixtures("_plugin_alone")

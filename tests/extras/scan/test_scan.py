@@ -142,14 +142,14 @@ def test_scan_prints_what_is_wrong_with_a_model(capsys: pytest.CaptureFixture[st
     assert "\n  finite                      holds           1 output and " in out
     assert "\n  batch_independent           broken          (root) mixes the batch: the first row changed by" in out
     assert "\n--- batch_independent ---\n(root) mixes the batch: the first row changed by" in out
-    assert out.endswith("1 finding, 2 broken checks of 23\n")
+    assert out.endswith("1 finding, 2 broken checks of 25; 1 hint\n")
 
 
 def test_scan_of_a_model_without_fault_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["scan", "torch.nn:Flatten", "--input", "3x2x4"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Inputs: 3x2x4\n\nFlatten: 1 layer, 0 parameters; 1 forward on cpu, no backward\n")
-    assert out.endswith("0 findings, 0 broken checks of 23\n")
+    assert out.endswith("0 findings, 0 broken checks of 25\n")
 
 
 def test_scan_says_in_one_sentence_what_is_wrong_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +213,7 @@ def test_the_file_of_tests_that_scan_writes_passes(pytester: pytest.Pytester) ->
     assert '@pytest.mark.xfail(reason="never called: unused", strict=True)' in written
     assert '        "batch_independent": "(root) mixes the batch: ' in written
     result = pytester.runpytest("--snapshot-update", "tests/test_net.py")
-    result.assert_outcomes(passed=15, skipped=7, xfailed=3)
+    result.assert_outcomes(passed=17, skipped=7, xfailed=3)
 
 
 @pytest.mark.usefixtures("_plugin_alone")
