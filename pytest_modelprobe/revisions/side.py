@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from pytest_modelprobe import child
-from pytest_modelprobe._pytest import tear_down_before
+from pytest_modelprobe._pytest import fixtures_of, tear_down_before
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.progress import progress
 
@@ -568,9 +568,13 @@ class _Tests:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """Write which test begins. Leave it out if it made no record on the side that runs first."""
+        """Write which test begins. Leave it out if it made no record on the side that runs first.
+
+        One with fixtures of wider scope runs in any case: it may change a model that others use.
+        """
         self._write(BEGUN, item.nodeid)
-        if not self._job.after or self._made_records(item.nodeid):
+        shares = any(getattr(one, "scope", "function") != "function" for one in fixtures_of(item))
+        if not self._job.after or self._made_records(item.nodeid) or shares:
             return None
         with contextlib.suppress(Exception):  # what a fixture raises fails a test that is left out
             tear_down_before(item, nextitem)

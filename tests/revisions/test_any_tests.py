@@ -276,6 +276,37 @@ def test_code_that_a_test_imports_and_does_not_run_counts_outside_of_functions(
     assert ("1 test not run again, for no file that they use differs" in said) == (runs == 1)
 
 
+def test_a_test_without_a_record_changes_a_shared_model_on_both_sides(plain: Project) -> None:
+    plain.write(
+        "tests/test_shared.py",
+        """
+        import pytest, torch
+        from torch import nn
+
+        class Net(nn.Linear):
+            def __init__(self):
+                super().__init__(2, 2)
+                self.register_buffer("state", torch.zeros(2))
+
+            def forward(self, x):
+                return super().forward(x) + self.state
+
+        @pytest.fixture(scope="module")
+        def net():
+            return Net()
+
+        def test_that_writes(net):
+            net.state += 1
+
+        def test_that_runs(net):
+            net(torch.ones(1, 2))
+        """,
+    )
+    plain.commit("a model with a state")
+    said = text_of(plain.run("--modelprobe-base=HEAD", "--modelprobe-base-all", "tests/test_shared.py"))
+    assert "1 test ran 1 model of 1 class: 1 the same\n" in said
+
+
 def test_code_that_a_zero_hides_is_compared_where_its_file_differs(plain: Project) -> None:
     plain.replace("src/net.py", "x = x + layer(x)", "x = x + self.gate * layer(x)")
     plain.replace("src/net.py", "self.head =", "self.gate = nn.Parameter(torch.zeros(()))\n        self.head =")
