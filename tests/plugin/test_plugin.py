@@ -447,7 +447,7 @@ def test_what_the_checks_looked_at_is_said_in_one_line(pytester: pytest.Pytester
             "*::test_relu: Sequential, 3 layers, 3 calls",
             "  0 * Linear * 1 * (5, 8) *",
             "This table is shown once; --modelprobe-verbose shows it for every test.",
-            "2 models, 4 layers, 24 checks: * hold, * not applicable",
+            "2 models, 4 layers, 26 checks: * hold, * not applicable",
         ]
     )
     result.stdout.no_fnmatch_line("*::test_finite: *")
