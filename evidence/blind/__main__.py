@@ -2,7 +2,8 @@
 
 The rule: of the classes of transformers that have a configuration and a name that ends in `Model`, in the order of the
 alphabet, 40 at equal distances. Each is made small (`hf-tiny:NAME`), and its inputs are guessed. One that cannot be
-made or guessed is left out, and told. Run it with two versions of this package on `PYTHONPATH`, and compare:
+made or guessed, or takes more than three minutes, is left out, and told. Run it with two versions of this package on
+`PYTHONPATH`, and compare:
 `python evidence/blind --compare BEFORE.json AFTER.json` prints what only one of the two says.
 """
 
@@ -12,12 +13,22 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 COUNT = 40
+SECONDS = 180
+
+
+class OutOfTimeError(BaseException):
+    """A model took too long."""
+
+
+def out_of_time(*_: object) -> None:
+    raise OutOfTimeError
 
 
 def names() -> list[str]:
@@ -43,6 +54,8 @@ def checked(name: str) -> dict[str, Any]:
     from pytest_modelprobe.extras.scan.scanning import ScannedModel
     from pytest_modelprobe.extras.scan.target import load
 
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(SECONDS)
     try:
         with ModelProbe() as probe:
             scanned = ScannedModel(load(f"hf-tiny:{name}"), probe)
@@ -52,6 +65,10 @@ def checked(name: str) -> dict[str, Any]:
             return {**said, "outcomes": outcomes, "seconds": round(time.perf_counter() - started, 1)}
     except (ModelProbeError, ImportError) as error:
         return {"left out": str(error).partition("\n")[0]}
+    except OutOfTimeError:
+        return {"left out": f"it took more than {SECONDS} s"}
+    finally:
+        signal.alarm(0)
 
 
 def told(row: dict[str, Any]) -> set[str]:

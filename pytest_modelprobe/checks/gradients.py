@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe._torch import converted
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.models import flatten
 from pytest_modelprobe.runs import Loss, Widening, noise
 from pytest_modelprobe.text import count, number
@@ -234,7 +235,8 @@ def gradients_agree(prepared: PreparedModel) -> Violation | str:
     said = "none" if gradients[first][2] is None else number(exact)
     return Violation.at(
         gradients[first][0],
-        f"may have a wrong gradient: along one direction backward computes {said}, finite differences {number(near)}",
+        f"may have a wrong gradient: along one direction backward computes {said}, finite differences {number(near)}, "
+        f"{percent(abs(exact - near) / max(abs(exact), abs(near)))} apart",
         advice="It may be meant: straight-through estimators, vector quantization and targets that are detached have "
         "another gradient on purpose. Else the error is between there and the outputs: look for an autograd.Function "
         "with a wrong backward, for .detach(), .data and no_grad. checks.gradcheck looks at each tensor.",
