@@ -214,18 +214,9 @@ class Sides:
         option = self._config.option
         if self._repository is None or option.modelprobe_base_python is not None or option.modelprobe_base_all:
             return tests
-        changed = {name: self._differs_within(name) for name in self._repository.changed_files(self._commit)}
+        changed = self._repository.changed_files(self._commit)
         self._left_out = {test for test in tests if not is_affected(self._folder, test, changed)}
         return tests - self._left_out
-
-    def _differs_within(self, name: str) -> bool:
-        from pytest_modelprobe.revisions import differs_within
-
-        assert self._repository is not None
-        path = self._repository.root / name
-        if path.suffix != ".py" or not path.is_file():
-            return False
-        return differs_within(path.read_text("utf-8", "replace"), self._repository.text_at(self._commit, path))
 
     def _compared(self, stack: contextlib.ExitStack, tests: set[str]) -> SideBySide:
         from pytest_modelprobe.revisions import Worktree, import_roots, side_by_side

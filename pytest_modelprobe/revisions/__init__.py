@@ -6,7 +6,6 @@ alone.
 """
 
 from .dependencies import TestFiles as TestFiles
-from .dependencies import differs_within as differs_within
 from .dependencies import files_of as files_of
 from .dependencies import is_affected as is_affected
 from .pairs import VERDICTS as VERDICTS

@@ -1,8 +1,6 @@
 """Which files of a repository a test depends on: what it imports, as far as imports are written, and what it opened.
 
-A test need not run on the other side if none of these differs there. Python 3.12 and newer tell which functions run. So
-a file that is only imported, as the ``__init__`` of a package imports all of it, does not count if it differs within
-functions alone.
+A test need not run on the other side if none of these differs there.
 """
 
 from __future__ import annotations
@@ -11,15 +9,13 @@ import ast
 import contextlib
 import functools
 import importlib.util
-import inspect
 import itertools
 import json
 import os
 import sys
 import sysconfig
 import types
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Generator, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -41,22 +37,6 @@ _IMPORTERS = {"import_module", "__import__", "iter_modules", "walk_packages", "e
 """Functions that import what is not written as an import."""
 
 
-_HIDING = ("/subprocess.py", "/multiprocessing/", "/torch/_dynamo/symbolic_convert.py", "/torch/jit/frontend.py")
-"""Files whose functions run code unseen: in another process, or compiled from its source."""
-
-monitoring: Any = getattr(sys, "monitoring", None)
-"""Tells which functions run, since Python 3.12."""
-
-
-@dataclass(slots=True)
-class _Used:
-    """What a test used."""
-
-    opened: set[str] = field(default_factory=set)
-    executed: set[str] = field(default_factory=set)
-    """The files of the functions that ran, if it is known."""
-
-
 class TestFiles:
     """A plugin that writes which files of a repository each test depends on. It looks on, and changes nothing.
 
@@ -69,46 +49,20 @@ class TestFiles:
 
     def __init__(self, folder: Path, root: Path) -> None:
         self._folder, self._root = folder, root
-        self._tests: dict[str, tuple[Path, _Used]] = {}
-        """Test → its file, and what was used while it ran."""
-        self._shared = _Used()
-        """What was used while tests were collected, or fixtures of wider scope were set up."""
-        self._now: _Used | None = self._shared
+        self._tests: dict[str, tuple[Path, set[str]]] = {}
+        """Test → its file, and the files that were opened while it ran."""
+        self._shared: set[str] = set()
+        """The files that were opened while tests were collected, or fixtures of wider scope were set up."""
+        self._opened: set[str] | None = self._shared
         self._files: set[Path] = set()
         """The files with tests, also with those that do not run."""
-        self._early = {*_loaded().values()}
-        """The files of modules that were imported before."""
-        self._tool = next((n for n in (3, 4) if monitoring and monitoring.get_tool(n) is None), None)
-        if self._tool is not None:
-            monitoring.use_tool_id(self._tool, "pytest-modelprobe")
-            monitoring.register_callback(self._tool, monitoring.events.PY_START, self._begins)
-            monitoring.set_events(self._tool, monitoring.events.PY_START)
         sys.addaudithook(self._receive)  # Python cannot take it off again
 
     def _receive(self, event: str, args: tuple[Any, ...]) -> None:
-        now = self._now  # another thread may end the test
-        if now is not None and event == "open" and isinstance(args[0], str):
+        opened = self._opened  # another thread may end the test
+        if opened is not None and event == "open" and isinstance(args[0], str):
             with contextlib.suppress(OSError):  # the working directory may be gone
-                now.opened.add(os.path.realpath(args[0]))
-
-    def _begins(self, code: types.CodeType, _: int) -> object:
-        if (now := self._now) is not None and code.co_flags & inspect.CO_OPTIMIZED:  # no body of a module or class
-            now.executed.add(code.co_filename)
-        return monitoring.DISABLE
-
-    @contextlib.contextmanager
-    def _noting(self, used: _Used | None) -> Iterator[None]:
-        before = self._now
-        self._note(used)
-        try:
-            yield
-        finally:
-            self._note(before)
-
-    def _note(self, used: _Used | None) -> None:
-        if self._now is not used and self._tool is not None:
-            monitoring.restart_events()  # functions that ran before are told again
-        self._now = used
+                opened.add(os.path.realpath(args[0]))
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Note where tests are written."""
@@ -116,21 +70,27 @@ class TestFiles:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Note what a test uses."""
-        _, used = self._tests[item.nodeid] = item.path.resolve(), _Used()
-        with self._noting(used):
+        """Note what a test opens."""
+        self._opened = set()
+        try:
             return (yield)
+        finally:
+            self._tests[item.nodeid], self._opened = (item.path.resolve(), self._opened), None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
-        """Note what a fixture uses that other tests have too."""
-        with self._noting(self._now if fixturedef.scope == "function" else self._shared):
+        """Note what a fixture opens that other tests have too."""
+        before = self._opened
+        self._opened = before if fixturedef.scope == "function" else self._shared
+        try:
             return (yield)
+        finally:
+            self._opened = before
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
         """Write the files, when all that tests import is imported."""
-        self._now = None
+        self._opened = None
         result = yield
         modules = {name: Path(file) for name, file in _loaded().items()}
         if any(is_elsewhere(self._root, module, file) for module, file in modules.items()):
@@ -139,42 +99,18 @@ class TestFiles:
         written = self._files.union(*map(self._conftests, self._files))
         # What no import in a test leads to was imported by a plugin, or by name.
         unexplained = ours.difference(*map(imported_files, written))
-        for test, (file, used) in self._tests.items():
-            conftests = [*self._conftests(file)]
-            opened = {*map(Path, used.opened | self._shared.opened)} - ours
-            imported = frozenset().union(*map(imported_files, (file, *conftests)))
-            imported |= {*map(Path, used.opened)} & ours
-            found = self._own({*opened, *unexplained, *imported})
+        shared = {Path(file) for file in self._shared if not file.endswith((".py", ".pyc"))}
+        for test, (file, opened) in self._tests.items():
+            found = {*map(Path, opened), *shared, *unexplained}
+            found = found.union(*map(imported_files, (file, *self._conftests(file))))
+            found = {one for one in found if _is_own(one, self._root)}
             if any(one.suffix in _MAY_NAME_CLASSES or imports_by_name(one) for one in found):
                 found |= ours
-            executed = used.executed | self._shared.executed
-            if self._tool is None or any(_is_hiding(name) for name in executed):
-                needed = found
-            else:
-                early = {one for one in found if str(one) in self._early}
-                ran = {Path(os.path.realpath(name)) for name in executed}
-                needed = self._own({file, *conftests, *early, *ran, *found - ours})
-            self._write(test, needed, found)
+            names = sorted(one.relative_to(self._root).as_posix() for one in found)
+            place = folder_of(self._folder, test)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / _FILES).write_text(json.dumps(names), "utf-8")
         return result
-
-    def pytest_unconfigure(self) -> None:
-        """Look on no more."""
-        self._now = None
-        if self._tool is not None:
-            monitoring.set_events(self._tool, 0)
-            monitoring.register_callback(self._tool, monitoring.events.PY_START, None)
-            monitoring.free_tool_id(self._tool)
-
-    def _own(self, files: set[Path]) -> set[Path]:
-        return {one for one in files if _is_own(one, self._root)}
-
-    def _write(self, test: str, needed: set[Path], found: set[Path]) -> None:
-        names = (
-            [one.relative_to(self._root).as_posix() for one in sorted(those)] for those in (needed, found - needed)
-        )
-        place = folder_of(self._folder, test)
-        place.mkdir(parents=True, exist_ok=True)
-        (place / _FILES).write_text(json.dumps([*names]), "utf-8")
 
     def _conftests(self, file: Path) -> Iterator[Path]:
         above = (folder / "conftest.py" for folder in file.parents)
@@ -204,23 +140,14 @@ def is_elsewhere(root: Path, module: str, file: Path) -> bool:
     return not file.is_relative_to(root) and any(path.is_file() for path in own)
 
 
-def _is_hiding(file: str) -> bool:
-    return any(part in file.replace("\\", "/") for part in _HIDING)
-
-
 def files_of(folder: Path, test: str) -> list[str] | None:
     """Return the files of the repository that a test depends on, as `TestFiles` wrote them; `None` if nobody knows."""
-    found = _read(folder, test)
-    return None if found is None else [*found[0], *found[1]]
-
-
-def _read(folder: Path, test: str) -> tuple[list[str], list[str]] | None:
-    """Return the files whose code ran or that were opened, and those that were only imported."""
     path = folder_of(folder, test) / _FILES
-    return tuple(json.loads(path.read_text("utf-8"))) if path.is_file() else None
+    found: list[str] | None = json.loads(path.read_text("utf-8")) if path.is_file() else None
+    return found
 
 
-def is_affected(folder: Path, test: str, changed: Mapping[str, bool]) -> bool:
+def is_affected(folder: Path, test: str, changed: Collection[str]) -> bool:
     """Whether a test may depend on one of some files that differ, or it is not known.
 
     Python files are told apart. Of others a test may depend without opening them from Python, but on documentation.
@@ -228,49 +155,16 @@ def is_affected(folder: Path, test: str, changed: Mapping[str, bool]) -> bool:
     Args:
         folder: The folder to which `TestFiles` wrote.
         test: The node id.
-        changed: The path of each file that differs, relative to the root of the repository → whether it differs within
-            functions alone (`differs_within`).
+        changed: The paths of the files that differ, relative to the root of the repository.
     """
-    found = _read(folder, test)
-    if found is None:
+    read = files_of(folder, test)
+    if read is None:
         return True
-    needed, imported = found
     known = (".py", *_NO_CODE)
     return any(
-        name in needed
-        or (name in imported and not within)
-        or PurePosixPath(name).suffix not in known
-        or PurePosixPath(name).name == "conftest.py"
-        for name, within in changed.items()
+        name in read or PurePosixPath(name).suffix not in known or PurePosixPath(name).name == "conftest.py"
+        for name in changed
     )
-
-
-def differs_within(here: str | None, there: str | None) -> bool:
-    r"""Whether two sources of a module differ within functions alone, and none of these keeps what it computes.
-
-    >>> differs_within("def f(x):\n    return x", "def f(x):\n    return x + 1")
-    True
-    >>> differs_within("def f(x=1): ...", "def f(x=2): ...")
-    False
-    """
-    outlines = {_outline(source) for source in (here, there)}
-    return len(outlines) == 1 and None not in outlines
-
-
-def _outline(source: str | None) -> str | None:
-    """Return a module without the bodies of its functions; `None` if that does not tell what other code sees of it."""
-    try:
-        tree = ast.parse(source or "?")
-    except (SyntaxError, ValueError):
-        return None
-    nodes = [*ast.walk(tree)]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    keeps = any("cache" in ast.dump(one) for node in functions for one in node.decorator_list)
-    if keeps or any(isinstance(node, ast.Global) for node in nodes):
-        return None
-    for node in functions:
-        node.body = []
-    return ast.dump(tree)
 
 
 @functools.cache

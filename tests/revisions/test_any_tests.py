@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -221,59 +220,6 @@ def test_a_test_that_uses_no_file_that_differs_does_not_run_there(plain: Project
     assert "3 tests ran 3 models of 2 classes: 1 changed, 2 the same\n" in text_of(
         plain.run(*selected, "--modelprobe-base-all")
     )
-
-
-PACKAGE = {
-    "src/package/__init__.py": "from .known import known\nfrom .one import One\nfrom .two import Two\n",
-    "src/package/one.py": "from torch import nn\n\nclass One(nn.Linear):\n    pass\n",
-    "src/package/two.py": """
-        import functools
-        from torch import nn
-
-        WIDTH = 2
-
-        class Two(nn.Linear):
-            def forward(self, x):
-                return super().forward(x) * 1
-        """,
-    "src/package/known.py": "def known():\n    return 1\n",
-    "tests/test_package.py": """
-        import pytest, torch
-        from package import One, Two, known
-
-        @pytest.fixture(scope="session")
-        def number():
-            return known()
-
-        def test_one():
-            One(2, 2)(torch.ones(1, 2))
-
-        def test_two(number):
-            Two(2, 2)(torch.ones(1, 2))
-        """,
-}
-
-
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python does not tell which functions run")
-@pytest.mark.parametrize(
-    ("file", "old", "new", "runs"),
-    [
-        ("two", "(x) * 1", "(x) * 2", 1),
-        ("known", "return 1", "return 2", 2),  # a fixture of the session
-        ("two", "WIDTH = 2", "WIDTH = 3", 2),
-        ("two", "def forward", "@functools.cache\n    def other(self):\n        pass\n\n    def forward", 2),
-    ],
-)
-def test_code_that_a_test_imports_and_does_not_run_counts_outside_of_functions(
-    plain: Project, file: str, old: str, new: str, runs: int
-) -> None:
-    for name, text in PACKAGE.items():
-        plain.write(name, text)
-    plain.commit("a package")
-    plain.replace(f"src/package/{file}.py", old, new)
-    said = text_of(plain.run("--modelprobe-base=HEAD", "tests/test_package.py"))
-    assert f"{runs} test{'s' * (runs > 1)} ran " in said
-    assert ("1 test not run again, for no file that they use differs" in said) == (runs == 1)
 
 
 def test_a_test_without_a_record_changes_a_shared_model_on_both_sides(plain: Project) -> None:
