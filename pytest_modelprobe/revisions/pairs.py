@@ -47,6 +47,7 @@ class Written:
         record: The record, or the file that holds it.
         sources: The modules of Python that the classes of the model are from → their files.
         evidence: Whether the record has what a diagnosis needs, as one that differs from that of the other side has.
+        only: The layers that alone have it; empty: all.
         head: What is known of a record in a file.
         own_paths: Folders that this side alone has. They are not written.
     """
@@ -59,10 +60,12 @@ class Written:
         sources: Mapping[str, str] = MappingProxyType({}),
         evidence: bool = False,
         *,
+        only: Sequence[str] = (),
         head: Head | None = None,
         own_paths: Sequence[str] = (),
     ) -> None:
         self.test, self.key, self.sources, self.evidence = test, key, sources, evidence
+        self.only = only
         self._record, self._head, self._own_paths = record, head, own_paths
 
     @functools.cached_property
@@ -100,10 +103,10 @@ class Written:
         path = Path(self.sources.get(module, ""))
         return path.read_text("utf-8", "replace") if path.is_file() else None
 
-    def replaced(self, record: Record, *, evidence: bool | None = None) -> Written:
+    def replaced(self, record: Record, *, evidence: bool | None = None, only: Sequence[str] = ()) -> Written:
         """Return the same with another record."""
         evidence = self.evidence if evidence is None else evidence
-        return Written(self.test, self.key, record, self.sources, evidence, own_paths=self._own_paths)
+        return Written(self.test, self.key, record, self.sources, evidence, only=only, own_paths=self._own_paths)
 
     def write(self, folder: Path, *, equal: Path | None = None) -> None:
         """Write the record into a folder of records.
@@ -119,6 +122,7 @@ class Written:
             "key": self.key,
             "sources": dict(self.sources),
             "evidence": self.evidence,
+            "only": [*self.only],
             "head": dataclasses.asdict(self.head),
             "record": str(path if equal is None else path_of(equal, self.test, self.key)),
         }

@@ -189,12 +189,18 @@ def _take_keys(here: Sequence[Written], there: Iterable[Written]) -> None:
         one.key += ", of this side alone"
 
 
-def _with_evidence(plain: Written) -> Written:
-    """Return a record with what a diagnosis needs to tell a cause from what follows it."""
+def _with_evidence(plain: Written, only: Sequence[str] = ()) -> Written:
+    """Return a record with what a diagnosis needs to tell a cause from what follows it.
+
+    Args:
+        plain: The record.
+        only: The layers that are called alone, of a record that is equal to that of the other side; empty: all.
+    """
     live_run, record = plain.record.live_run, plain.record
     if live_run is not None:
-        record = live_run.measured(live_run.isolated(record, own_arguments=True))
-    return plain.replaced(record, evidence=True)
+        record = live_run.isolated(record, only=only or None, own_arguments=True)
+        record = record if only else live_run.measured(record)
+    return plain.replaced(record, evidence=True, only=only)
 
 
 def _with_evidence_if_differing(there: Written, here: Written) -> Written:
@@ -202,15 +208,22 @@ def _with_evidence_if_differing(there: Written, here: Written) -> Written:
     differs = there.head.digest != here.head.digest and (
         is_narrow(there.record) or not compare_records(here.record, there.record).same
     )
-    return _with_evidence(there) if differs or _may_hide_code(there, here) else there
+    if differs:
+        return _with_evidence(there)
+    layers = _may_hide_code(there, here)
+    return _with_evidence(there, layers) if layers else there
 
 
-def _may_hide_code(there: Written, here: Written) -> bool:
-    """Whether the code of a layer differs that may change without changing any other number, for a zero hides it."""
-    layers = () if there.record.live_run is None else layers_behind_zeros(there.record)
-    modules = {there.record.layers[name].type.rpartition(".")[0] for name in layers}
-    files = [(here.sources.get(name), there.sources.get(name)) for name in modules]
-    return any(ours is None or theirs is None or code_differs(ours, theirs) for ours, theirs in files)
+def _may_hide_code(there: Written, here: Written) -> list[str]:
+    """Return the layers whose code differs, and may do so without changing any other number, for a zero hides it."""
+
+    def differs(layer: str) -> bool:
+        module = there.record.layers[layer].type.rpartition(".")[0]
+        ours, theirs = here.sources.get(module), there.sources.get(module)
+        return ours is None or theirs is None or code_differs(ours, theirs)
+
+    layers = [] if there.record.live_run is None else layers_behind_zeros(there.record)
+    return [layer for layer in layers if differs(layer)]
 
 
 def _with_evidence_like(here: Written, there: Written) -> Written:
@@ -220,7 +233,7 @@ def _with_evidence_like(here: Written, there: Written) -> Written:
     found = compare_records(here.record, there.record)
     live_run, record = here.record.live_run, here.record
     if live_run is not None:
-        record = live_run.isolated(record, like=found.expected, names=found.names_before)
+        record = live_run.isolated(record, like=found.expected, names=found.names_before, only=there.only or None)
         if not live_run.repeats(here.record):
             record = dataclasses.replace(record, noise="not repeatable")
     return here.replaced(record, evidence=True)
