@@ -169,7 +169,9 @@ def is_affected(folder: Path, test: str, changed: Collection[str]) -> bool:
 
 @functools.cache
 def code_differs(here: str, there: str) -> bool:
-    """Whether a file of Python, or one that it imports, differs between two sides. Of installed ones it is not known.
+    """Whether a file of Python, or one that it imports, differs between two sides, comments and layout aside.
+
+    Of installed ones it is not known.
 
     Args:
         here: The path of the file on this side.
@@ -186,11 +188,16 @@ def code_differs(here: str, there: str) -> bool:
     files = [
         file.relative_to(roots[1]) for file in imported_files(theirs, executed=False) if file.is_relative_to(roots[1])
     ]
-    return any(_bytes(roots[0] / file) != _bytes(roots[1] / file) for file in files)
+    return any(_code(roots[0] / file) != _code(roots[1] / file) for file in files)
 
 
-def _bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+def _code(path: Path) -> str | bytes | None:
+    """Return what a file of Python says, without comments and layout."""
+    source = path.read_bytes() if path.is_file() else None
+    try:
+        return None if source is None else ast.dump(ast.parse(source))
+    except (SyntaxError, ValueError):
+        return source
 
 
 @functools.cache

@@ -259,6 +259,8 @@ def test_code_that_a_zero_hides_is_compared_where_its_file_differs(plain: Projec
     plain.commit("a gate that is zero at first")
     arguments = ["--modelprobe-base=HEAD", "-k", "test_shared", "--modelprobe-base-all"]
     assert "2 tests ran 2 models of 1 class: 2 the same\n" in text_of(plain.run(*arguments))
+    plain.replace("src/net.py", "x = x + self.gate * layer(x)", "x = (x + self.gate * layer(x))  # gated")
+    assert "2 tests ran 2 models of 1 class: 2 the same\n" in text_of(plain.run(*arguments))
     plain.replace("src/net.py", "self.gate * layer(x)", "3 * self.gate * layer(x)")
     said = text_of(plain.run(*arguments))
     assert "2 tests ran 2 models of 1 class: 2 changed\n" in said
