@@ -27,6 +27,11 @@ def fixtures_of(item: pytest.Item) -> set[Any]:
     return {definition for found in definitions.values() for definition in found}
 
 
+def wide_fixtures(item: pytest.Item) -> list[Any]:
+    """Return the definitions of the fixtures of wider scope than a test that it depends on."""
+    return [one for one in fixtures_of(item) if getattr(one, "scope", "function") != "function"]
+
+
 def configuration(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the name of the file of settings that pytest finds for a folder, and the settings; empty if none."""
     # pytest 8.2 takes these two arguments, and 9 wraps the settings and returns more.

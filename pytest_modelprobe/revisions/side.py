@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from pytest_modelprobe import child
-from pytest_modelprobe._pytest import fixtures_of, tear_down_before
+from pytest_modelprobe._pytest import tear_down_before, wide_fixtures
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.progress import progress
 
@@ -573,8 +573,7 @@ class _Tests:
         One with fixtures of wider scope runs in any case: it may change a model that others use.
         """
         self._write(BEGUN, item.nodeid)
-        shares = any(getattr(one, "scope", "function") != "function" for one in fixtures_of(item))
-        if not self._job.after or self._made_records(item.nodeid) or shares:
+        if not self._job.after or self._made_records(item.nodeid) or wide_fixtures(item):
             return None
         with contextlib.suppress(Exception):  # what a fixture raises fails a test that is left out
             tear_down_before(item, nextitem)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 from torch.utils.hooks import unserializable_hook
 
-from pytest_modelprobe._pytest import fixtures_of, run_again, tear_down_before
+from pytest_modelprobe._pytest import run_again, tear_down_before, wide_fixtures
 from pytest_modelprobe._torch import remove_global_hook, tracing_state, without_torch_function
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import derive, flatten, preserved, seeded
@@ -336,7 +336,7 @@ class MutantRunner:
 
     def _shares_models(self, test: str) -> bool:
         """Return whether a fixture of wider scope makes or runs a model: it is then set up anew for each fault."""
-        found = (self._of_fixtures.get(key) for key in wide_fixtures(self._items[test]))
+        found = (self._of_fixtures.get(key) for key in wide_keys(self._items[test]))
         return any(seen.has_models for seen in found if seen is not None)
 
     def _has_effect(self, test: str, run: _Run, planted: Planted, reference: _Reference) -> bool:
@@ -354,7 +354,7 @@ class MutantRunner:
 
     def _all_before(self, test: str, reference: _Reference) -> dict[str, Seen]:
         """Return what a test, under an empty name, and its fixtures of wider scope did without a fault."""
-        known = {key: self._of_fixtures[key] for key in wide_fixtures(self._items[test]) if key in self._of_fixtures}
+        known = {key: self._of_fixtures[key] for key in wide_keys(self._items[test]) if key in self._of_fixtures}
         return {"": reference.seen, **known}
 
     # --- one run ------------------------------------------------------------------------------------------------------
@@ -391,9 +391,9 @@ class MutantRunner:
             return (yield)
 
 
-def wide_fixtures(item: pytest.Item) -> list[str]:
+def wide_keys(item: pytest.Item) -> list[str]:
     """Return the keys of the fixtures of wider scope than a test that it depends on."""
-    return sorted(key_of(one) for one in fixtures_of(item) if getattr(one, "scope", "function") != "function")
+    return sorted(map(key_of, wide_fixtures(item)))
 
 
 def key_of(fixturedef: Any) -> str:

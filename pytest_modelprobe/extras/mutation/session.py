@@ -21,7 +21,7 @@ import pytest
 from pytest_modelprobe import child
 from pytest_modelprobe._pytest import is_of_subtest
 
-from .planting import MutantRunner, Observer, key_of, wide_fixtures, without_warning_of_hooks
+from .planting import MutantRunner, Observer, key_of, wide_keys, without_warning_of_hooks
 from .results import BaselineTest, Known, Place, Planned, Results, Seen, Verdict, keys_of, lines, modules_of, planned
 
 # --- the process in which faults are planted --------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class MutationSession:
             outcome = self._outcomes.get(item.nodeid)
             if outcome is None:
                 continue
-            shared = [key for key in wide_fixtures(item) if key in self._seen]
+            shared = [key for key in wide_keys(item) if key in self._seen]
             places: dict[Place, set[str]] = defaultdict(set)
             for key in (item.nodeid, *shared):
                 for place, operators in self._seen[key].places.items():
