@@ -400,7 +400,7 @@ class Sides:
         yield from _first(f"there {test}: {why}" for test, why in failed)
         yield from _first(
             f"{pair.here.test}, {pair.here.key}: not compared, for it is not repeatable "
-            + " and ".join("here" if one is pair.here else f"at {self.name}" for one in pair.unrepeatable)
+            + pair.where_unrepeatable(self.name)
             for pair in self._pairs
             if pair.verdict == "not repeatable"
         )

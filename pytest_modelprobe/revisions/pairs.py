@@ -202,6 +202,10 @@ class Pair:
         """The records of the pair whose run gave other numbers when it was repeated."""
         return [one for one in (self.here, self.there) if one.record.noise == "not repeatable"]
 
+    def where_unrepeatable(self, there: str) -> str:
+        """Return on which sides these are, in words; ``there`` is the name of the other side."""
+        return " and ".join("here" if one is self.here else f"at {there}" for one in self.unrepeatable)
+
 
 def compare_records(actual: Record, expected: Record, precision: Precision = "exact") -> Comparison:
     """Return what differs between the records of two sides, to the bit, or beyond measured noise.

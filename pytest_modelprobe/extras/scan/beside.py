@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from sys import executable
 
 from pytest_modelprobe.gate import Repository
 from pytest_modelprobe.revisions import Pair, Side, SideError, TestsOn, Worktree, import_roots, side_by_side
@@ -13,30 +13,31 @@ from pytest_modelprobe.revisions import Pair, Side, SideError, TestsOn, Worktree
 _FILE, _TEST = "test_scan.py", "test_scan"
 
 
-def beside(name: str, inputs: Sequence[str], commit: str, *, device: str = "cpu") -> Pair:
+def beside(repository: Repository, commit: str, name: str, inputs: Sequence[str], *, device: str) -> Pair:
     """Return the record of a model, and that of the model of the same name at another commit.
 
     A test that runs the model is written to a temporary folder, and runs on both sides as the tests of a repository do
     with ``--modelprobe-base``. The working tree stays as it is.
 
     Args:
+        repository: The repository of the current folder.
+        commit: The hash of the commit.
         name: What makes the model, as `load` takes it.
         inputs: Its inputs, as the command line takes them.
-        commit: The hash of the commit, of the repository of the current folder.
         device: Where it runs.
 
     Raises:
         GitError: Git cannot check out the commit.
         SideError: The model does not run on one of the two sides.
     """
-    here, repository = Path.cwd().resolve(), Repository(Path.cwd())
+    here = Path.cwd().resolve()
     with tempfile.TemporaryDirectory(prefix="modelprobe-scan-") as temporary, Worktree(repository, commit) as tree:
         folder = Path(temporary).resolve()
         (folder / "pytest.ini").write_text("[pytest]\n")  # no file above is read
         (folder / _FILE).write_text(_test(name, inputs), "utf-8")
 
         def tests_on(directory: Path, root: Path, without: Path | None = None) -> TestsOn:
-            side = Side(executable, directory, [directory, *import_roots(repository.root, root)], without=without)
+            side = Side(sys.executable, directory, [directory, *import_roots(repository.root, root)], without=without)
             options = {"modelprobe_device": [device]}
             return TestsOn(side=side, root=folder, options=options, plugins=(), processes=1, logs=folder / "logs")
 
@@ -47,7 +48,7 @@ def beside(name: str, inputs: Sequence[str], commit: str, *, device: str = "cpu"
             raise SideError(f"nothing was compared: {name} does not run at {commit[:10]}: {why[0]}")
         (pair,) = found.pairs
         if pair.verdict == "not repeatable":
-            where = " and ".join("here" if one is pair.here else f"at {commit[:10]}" for one in pair.unrepeatable)
+            where = pair.where_unrepeatable(commit[:10])
             raise SideError(f"nothing was compared: {name} gives other numbers when it runs again {where}")
         return pair
 

@@ -99,8 +99,9 @@ def _run_beside(scanned: ScannedModel, ref: str) -> int:
 
     from .beside import beside
 
-    commit = Repository(Path.cwd()).merge_base(ref)
-    pair = beside(scanned.target.name, [*map(str, scanned.inputs)], commit, device=str(scanned.probe.device))
+    repository = Repository(Path.cwd())
+    commit, inputs = repository.merge_base(ref), [*map(str, scanned.inputs)]
+    pair = beside(repository, commit, scanned.target.name, inputs, device=str(scanned.probe.device))
     print(printable(f"Beside {ref} ({commit[:10]}): {VERDICTS[pair.verdict]}"))
     if pair.verdict != "changed":
         return SAME
