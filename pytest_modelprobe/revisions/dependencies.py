@@ -188,16 +188,19 @@ def code_differs(here: str, there: str) -> bool:
     files = [
         file.relative_to(roots[1]) for file in imported_files(theirs, executed=False) if file.is_relative_to(roots[1])
     ]
-    return any(_code(roots[0] / file) != _code(roots[1] / file) for file in files)
+    return any(_says_otherwise(roots[0] / file, roots[1] / file) for file in files)
 
 
-def _code(path: Path) -> str | bytes | None:
-    """Return what a file of Python says, without comments and layout."""
-    source = path.read_bytes() if path.is_file() else None
+@functools.cache
+def _says_otherwise(here: Path, there: Path) -> bool:
+    """Whether two files of Python differ, comments and layout aside, or one of them is missing."""
+    ours, theirs = (path.read_bytes() if path.is_file() else None for path in (here, there))
+    if ours == theirs or ours is None or theirs is None:
+        return ours != theirs
     try:
-        return None if source is None else ast.dump(ast.parse(source))
+        return ast.dump(ast.parse(ours)) != ast.dump(ast.parse(theirs))
     except (SyntaxError, ValueError):
-        return source
+        return True
 
 
 @functools.cache

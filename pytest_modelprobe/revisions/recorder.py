@@ -210,11 +210,11 @@ def _with_evidence_if_differing(there: Written, here: Written) -> Written:
     )
     if differs:
         return _with_evidence(there)
-    layers = _may_hide_code(there, here)
+    layers = _hidden_layers(there, here)
     return _with_evidence(there, layers) if layers else there
 
 
-def _may_hide_code(there: Written, here: Written) -> list[str]:
+def _hidden_layers(there: Written, here: Written) -> list[str]:
     """Return the layers whose code differs, and may do so without changing any other number, for a zero hides it."""
 
     def differs(layer: str) -> bool:
