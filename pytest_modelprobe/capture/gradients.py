@@ -62,7 +62,6 @@ from .tensors import ContentKey, content_key, is_parameter, shape_of, stacked_ax
 from .training import GradientState, Steps, TrainingSteps, computes_gradients, has_closure, is_skipped
 
 _index = operator.attrgetter("index")
-_ZEROS = 4  # the place of the zeros in a row of numbers
 _FEWEST_ZEROS = 0.05
 """A weight is worth a look from this share of elements without a gradient on."""
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
@@ -301,11 +300,11 @@ class Gradients:
         if before is None and name in self.zeros:
             return
         plain = type(gradient) is torch.Tensor and gradient.ndim > 1 and gradient.is_floating_point()
-        row = reduced.computed().row if plain and (before is None or before.shape == gradient.shape) else None
-        if row is None or row[_ZEROS] < _FEWEST_ZEROS * gradient.numel():
+        count = reduced.computed().zeros if plain and (before is None or before.shape == gradient.shape) else None
+        if count is None or count < _FEWEST_ZEROS * gradient.numel():
             self.zeros[name] = None
             return
-        if row[_ZEROS] == gradient.numel():
+        if count == gradient.numel():
             return
         with ambient_modes_disabled():
             zeros = gradient.detach() == 0

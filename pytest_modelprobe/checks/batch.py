@@ -383,13 +383,15 @@ def _moved(
     The model may raise for another order, a list with an item for each row, as of lengths, is not moved, and random
     numbers of a row are those of its place.
     """
+    if not rows.final:
+        return None
     order = [*range(1, rows.size), 0]
 
     def vary(path: str, x: Tensor) -> Tensor:
         return x.index_select(axis, torch.tensor(order, device=x.device)) if path in rows.inputs else x
 
     two = prepared.run(mode="eval", vary=vary)
-    if two.error is not None or not rows.final:
+    if two.error is not None:
         return None
     pairs = rows.pairs(rows.size, order, range(rows.size))
     found, inside = compare_runs(prepared, (one, two), (keep_input, vary), pairs, tolerance)

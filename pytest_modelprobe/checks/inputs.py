@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import flatten
-from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.record import parent
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed, out_of
 
@@ -213,10 +213,7 @@ def parameters_used(prepared: PreparedModel) -> Violation | str:
     found = [name for name in wanted if name not in prepared.reached]
     if not found:
         return count(len(wanted), "parameter")
-    rows = [
-        (name, str(tuple(wanted[name].shape)), "yes" if (name.rpartition(".")[0] or ROOT) in called else "never")
-        for name in found
-    ]
+    rows = [(name, str(tuple(wanted[name].shape)), "yes" if parent(name) in called else "never") for name in found]
     return Violation.first_of(
         sorted(rows, key=lambda row: row[-1] == "never"),
         f"gets no gradient in either mode; {out_of(len(found), len(wanted), 'parameter')}",

@@ -76,6 +76,11 @@ class Reduced:
     reason: str | None = None
     """Why there are no statistics, or no units any more."""
 
+    @property
+    def zeros(self) -> float | None:
+        """How many elements are zero, of tensors reduced on the CPU."""
+        return None if self.row is None else self.row[4]
+
     def computed(self) -> Reduced:
         """Return this reduction. That of the compiled kernel unpacks its numbers here."""
         return self
