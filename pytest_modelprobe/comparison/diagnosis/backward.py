@@ -96,6 +96,8 @@ def _first_on_the_way_back(index: ComparisonIndex, *, lost: bool = False) -> Cau
         return None
     if (cut := next(_cut_outputs(index, lost=lost), None)) is not None:
         return cut
+    if index.comparison.has_same_gradients and not lost:
+        return None  # a tensor takes the gradients of other uses, as one that is a copy now; nothing gets others
     places: list[tuple[int, int, Step, str, str]] = []
     for step in index.steps:
         places += [(step.call.finished, 1, step, "gradient", v.path) for v in _computed_here(index, step)]

@@ -199,8 +199,9 @@ def is_decisive(index: ComparisonIndex, difference: Difference) -> bool:
         return pair.outermost or not index.comparison.has_same_gradients
     if kind in ("output", "gradient") and all(map(returns_its_input, layers)):
         return False  # an identity, or dropout, that is called in another place
-    # The gradients of all parameters are the same: another tensor of the same numbers takes those of some uses.
-    return kind != "gradient" or value_at(pair.actual.inputs, difference.what) is None
+    # Another tensor of the same numbers takes the gradients of some uses, and all parameters get the same.
+    here = index.comparison.has_same_gradients or value_at(pair.actual.inputs, difference.what) is not None
+    return kind != "gradient" or not here
 
 
 def is_indecisive(index: ComparisonIndex, cause: Cause) -> bool:
