@@ -52,7 +52,7 @@ def told(base: dict[str, Any] | None, said: str) -> str:
         return "changed"
     if verdicts["unchanged"] or verdicts["rewritten"] or verdicts["rounding"]:
         return "same"
-    return "not run" if re.search(r"no file that they use differs", said) and not verdicts else "not comparable"
+    return "not run" if re.search(r"nothing that they use differs", said) and not verdicts else "not comparable"
 
 
 def causes(results: dict[str, Any]) -> list[str]:

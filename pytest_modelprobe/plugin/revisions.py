@@ -30,6 +30,9 @@ _FOLDER = "modelprobe_folder"
 _ROOT = "modelprobe_repository"
 """Tells it the root of the repository."""
 
+_DIFFERING = "modelprobe_differing"
+"""Tells it which definitions differ."""
+
 NOTHING_COMPARED = 16
 """The exit code of pytest where tests passed, and no model could be compared."""
 
@@ -100,6 +103,8 @@ class Sides:
         worker = getattr(config, "workerinput", None)
         self._root = Path(worker[_ROOT]) if worker and worker[_ROOT] else None
         """The root of the repository, if the other side is a commit of it."""
+        self._differing: dict[str, list[str]] = worker[_DIFFERING] if worker else {}
+        """Files of Python on both sides → the names at their top that differ."""
         self._folder = Path(worker[_FOLDER] if worker else tempfile.mkdtemp(prefix="modelprobe-records-"))
         if worker is None:
             config.add_cleanup(lambda: shutil.rmtree(self._folder, ignore_errors=True))
@@ -108,7 +113,7 @@ class Sides:
     def _begin(self) -> None:
         """Find the commit and the interpreter before the tests run."""
         from pytest_modelprobe.gate import GitError, Repository
-        from pytest_modelprobe.revisions import Side, SideError
+        from pytest_modelprobe.revisions import Side, SideError, differing_definitions
 
         option = self._config.option
         self._ref: str | None = option.modelprobe_base
@@ -119,6 +124,7 @@ class Sides:
                 self._repository = Repository(self._config.rootpath)
                 self._root = self._repository.root
                 self._commit = self._repository.merge_base(self._ref)
+                self._differing = dict(differing_definitions(self._repository, self._commit))
             if option.modelprobe_base_python is not None:
                 if shutil.which(self._python) is None:
                     raise SideError(f"there is no interpreter {self._python}")
@@ -142,7 +148,7 @@ class Sides:
         from pytest_modelprobe.revisions import TestFiles
 
         if self._root is not None:
-            yield "modelprobe-files", TestFiles(self._folder, self._root)
+            yield "modelprobe-files", TestFiles(self._folder, self._root, self._differing)
 
     # --- this side ----------------------------------------------------------------------------------------------------
 
@@ -151,6 +157,7 @@ class Sides:
         """Tell the workers of xdist where to write."""
         node.workerinput[_FOLDER] = str(self._folder)
         node.workerinput[_ROOT] = str(self._root or "")
+        node.workerinput[_DIFFERING] = self._differing
 
     def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
         """Note tests that do not run here."""
@@ -368,7 +375,7 @@ class Sides:
         if self._stopped is not None:
             return self._stopped
         found, whole = self._found, []
-        told = [(len(self._left_out), "test", "not run again, for no file that they use differs")]
+        told = [(len(self._left_out), "test", "not run again, for nothing that they use differs")]
         if found is not None:
             whole = [summary(found.pairs)]
             elsewhere = self._recorded - found.tests - found.here.failed.keys() - self._left_out

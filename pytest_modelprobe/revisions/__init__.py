@@ -5,6 +5,7 @@ compared. They are made by one machine with the same number of threads, so a com
 alone.
 """
 
+from .definitions import differing_definitions as differing_definitions
 from .dependencies import TestFiles as TestFiles
 from .dependencies import files_of as files_of
 from .dependencies import is_affected as is_affected

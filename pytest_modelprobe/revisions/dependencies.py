@@ -15,12 +15,13 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
+from .definitions import Definitions
 from .pairs import folder_of
 
 _FILES = "files.json"
@@ -33,8 +34,11 @@ _MAY_NAME_CLASSES = (".yaml", ".yml", ".json", ".pkl", ".pt", ".pth", ".ckpt")
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
-_IMPORTERS = {"import_module", "__import__", "iter_modules", "walk_packages", "entry_points", "run_path", "run_module"}
-"""Functions that import what is not written as an import."""
+_BY_NAME = {
+    "import_module", "__import__", "iter_modules", "walk_packages", "entry_points", "run_path", "run_module",
+    "__subclasses__", "__init_subclass__",
+}  # fmt: skip
+"""What imports, or finds, what no import names."""
 
 
 class TestFiles:
@@ -43,12 +47,14 @@ class TestFiles:
     Args:
         folder: The folder to write into.
         root: The root of the repository.
+        differing: Files of Python, relative to it, of which a test depends on these names at their top alone.
     """
 
     __test__ = False
 
-    def __init__(self, folder: Path, root: Path) -> None:
+    def __init__(self, folder: Path, root: Path, differing: Mapping[str, Collection[str]]) -> None:
         self._folder, self._root = folder, root
+        self._differing = {root / name: names for name, names in differing.items()}
         self._tests: dict[str, tuple[Path, set[str]]] = {}
         """Test → its file, and the files that were opened while it ran."""
         self._shared: set[str] = set()
@@ -99,6 +105,8 @@ class TestFiles:
         written = self._files.union(*map(self._conftests, self._files))
         # What no import in a test leads to was imported by a plugin, or by name.
         unexplained = ours.difference(*map(imported_files, written))
+        named = [(file, name) for name, file in modules.items() if file in ours]
+        definitions = Definitions([(file, name, _package_of(file)) for file, name in named])
         shared = {Path(file) for file in self._shared if not file.endswith((".py", ".pyc"))}
         for test, (file, opened) in self._tests.items():
             found = {*map(Path, opened), *shared, *unexplained}
@@ -106,6 +114,10 @@ class TestFiles:
             found = {one for one in found if _is_own(one, self._root)}
             if any(one.suffix in _MAY_NAME_CLASSES or imports_by_name(one) for one in found):
                 found |= ours
+            elif narrowed := found & self._differing.keys() - {*map(Path, opened)}:
+                own = {*self._conftests(file), *unexplained}
+                reached = definitions.reached(test.partition("::")[2], file, found, own)
+                found -= {one for one in narrowed if reached.isdisjoint((one, n) for n in self._differing[one])}
             names = sorted(one.relative_to(self._root).as_posix() for one in found)
             place = folder_of(self._folder, test)
             place.mkdir(parents=True, exist_ok=True)
@@ -239,8 +251,8 @@ def _imports(file: Path, executed: bool) -> tuple[tuple[Path, ...], bool]:
         names |= {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
     files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
     found = tuple(Path(one).resolve() for one in files if isinstance(one, str) and not _is_installed(one))
-    said = {getattr(node, "id", None) or getattr(node, "attr", None) for node in nodes}
-    return found, not said.isdisjoint(_IMPORTERS)
+    said = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "name")}
+    return found, not said.isdisjoint(_BY_NAME)
 
 
 def _names(node: ast.AST, package: str, executed: bool) -> Iterator[str]:

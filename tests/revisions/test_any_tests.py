@@ -176,7 +176,7 @@ def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project
     result.assert_outcomes(passed=13, failed=1)
     said = text_of(result)
     # Three of the same seeds, and a model and two copies; not in the test that fails, nor in that of the hooks.
-    assert "11 tests ran 15 models of 2 classes: 15 changed\n" in said
+    assert "11 tests ran 15 models of 2 classes: 15 changed; 1 test not run again" in said
     assert "layers.*: own code changed between to_qkv and dropout x2: by" in said
     source = "  src/net.py:17 Attention.forward\n  - scale = self.dim_head ** -0.5\n  + scale = self.dim ** -0.5\n"
     assert source in said
@@ -203,21 +203,29 @@ def test_the_same_code_computes_the_same(plain: Project) -> None:
     assert "11 tests ran 15 models of 2 classes: 15 the same\n" in text_of(result)
     result = plain.run(*arguments)
     assert result.ret == 0
-    assert "13 tests not run again, for no file that they use differs" in result.outlines
+    assert "13 tests not run again, for nothing that they use differs" in result.outlines
 
 
-def test_a_test_that_uses_no_file_that_differs_does_not_run_there(plain: Project) -> None:
-    plain.write("src/other.py", "from torch import nn\n\nclass Other(nn.Linear):\n    pass\n")
+def test_a_test_that_uses_nothing_that_differs_does_not_run_there(plain: Project) -> None:
+    plain.write(
+        "src/other.py",
+        "from torch import nn\n\nclass Other(nn.Linear):\n    pass\n\nclass Neighbor(nn.Linear):\n    pass\n",
+    )
     plain.write(
         "tests/test_other.py",
-        "import torch, other\n\ndef test_other():\n    other.Other(2, 2)(torch.ones(1, 2))\n",
+        "import torch, other\n\ndef test_other():\n    other.Other(2, 2)(torch.ones(1, 2))\n\n"
+        "def test_other_s_neighbor():\n    other.Neighbor(2, 2)(torch.ones(1, 2))\n",
     )
     plain.commit("another model")
-    plain.replace("src/other.py", "pass", "forward = lambda self, x: 2 * super(Other, self).forward(x)")
+    plain.replace(
+        "src/other.py",
+        "Other(nn.Linear):\n    pass",
+        "Other(nn.Linear):\n    forward = lambda self, x: 2 * super(Other, self).forward(x)",
+    )
     selected = ["--modelprobe-base=HEAD", "-k", "test_other or test_shared"]
     said = text_of(plain.run(*selected))
-    assert "1 test ran 1 model of 1 class: 1 changed; 2 tests not run again, for no file that they use differs" in said
-    assert "3 tests ran 3 models of 2 classes: 1 changed, 2 the same\n" in text_of(
+    assert "1 test ran 1 model of 1 class: 1 changed; 3 tests not run again, for nothing that they use differs" in said
+    assert "4 tests ran 4 models of 3 classes: 1 changed, 3 the same\n" in text_of(
         plain.run(*selected, "--modelprobe-base-all")
     )
 
@@ -308,6 +316,7 @@ def test_a_test_that_does_not_pass_while_it_is_watched_passes_and_is_not_compare
         class Base(torch.nn.Module):
             def __init__(self):
                 super().__init__()
+                self.inner = Encoder()
                 self.caller = sys._getframe(1).f_code.co_name
 
         def test_skipped_unless_the_constructor_is_called_by_it():
@@ -321,6 +330,7 @@ def test_a_test_that_does_not_pass_while_it_is_watched_passes_and_is_not_compare
             open(__file__).close()
 
         def test_random_numbers_go_on():
+            cached()
             assert torch.initial_seed() == 0
         """,
     )
@@ -408,7 +418,7 @@ def test_what_is_imported_by_name_is_a_dependency(plain: Project) -> None:
     plain.replace("src/net.py", *CHANGE)
     said = text_of(plain.run("--modelprobe-base=HEAD", "-k", " or ".join(tests)))
     assert (
-        "3 tests ran 3 models of 1 class: 3 changed; 1 test not run again, for no file that they use differs\n" in said
+        "3 tests ran 3 models of 1 class: 3 changed; 1 test not run again, for nothing that they use differs\n" in said
     )
 
 
