@@ -56,7 +56,7 @@ def add_options(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-base-all",
         action="store_true",
-        help="compare the models of all tests, also of those that use no file that differs",
+        help="compare the models of all tests, also of those that use nothing that differs",
     )
     group.addoption(
         "--modelprobe-base-fail-on",
@@ -99,7 +99,7 @@ class Sides:
         self._versions: dict[str, tuple[str, str]] = {}
         self._repository: Repository | None = None
         self._left_out: set[str] = set()
-        """Tests that do not run again, for they use no file that differs."""
+        """Tests that do not run again, for they use nothing that differs."""
         worker = getattr(config, "workerinput", None)
         self._root = Path(worker[_ROOT]) if worker and worker[_ROOT] else None
         """The root of the repository, if the other side is a commit of it."""
