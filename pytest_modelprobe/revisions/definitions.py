@@ -24,8 +24,8 @@ _EXECUTED, _ALL = "", "**"
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-_DYNAMIC = frozenset({"__dict__", "__subclasses__", "attrgetter", "eval", "exec", "getattr", "globals", "vars"})
-"""What finds others by names that are not written."""
+_DYNAMIC = frozenset({"attrgetter", "eval", "exec", "getattr", "globals", "vars"})
+"""Functions that find others by names that are not written."""
 
 _KNOWN_DECORATORS = frozenset({
     "abstractmethod", "allow_in_graph", "beartype", "cache", "cached_property", "classmethod", "compile",
@@ -204,7 +204,7 @@ class Definitions:
     def _edges(self, node: Node) -> frozenset[Node]:
         file, statements = self._file(node[0]), self._file(node[0]).names.get(node[1], ())
         words, bare = self._words_of(node) | {node[1]}, {name for one in statements for name in _bare(one)}
-        is_dynamic = node[1] == _ALL or not _DYNAMIC.isdisjoint(words)
+        is_dynamic = node[1] == _ALL or "__dict__" in words or not _DYNAMIC.isdisjoint(bare)
         if is_dynamic:
             words |= {*file.names, *file.imports}
         found = {(node[0], word) for word in words if word in file.names}

@@ -62,7 +62,7 @@ FILES = {
         @pytest.fixture(autouse=True)
         def seeded(): scaled(1)
 
-        def test_attention(): Attention()
+        def test_attention(): Attention().eval()
         def test_model(model): model(1)
         def test_text(monkeypatch): monkeypatch.setattr("pkg.attention.unused", None)
         def test_by_name(): pkg.norms.chosen("LayerNorm")
