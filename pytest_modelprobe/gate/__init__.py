@@ -31,6 +31,7 @@ from .snapshot_sources import removal_path as removal_path
 from .snapshot_sources import scope_in as scope_in
 from .snapshot_sources import without_ending as without_ending
 from .source import Hunk as Hunk
+from .source import changed_definitions as changed_definitions
 from .source import changed_methods as changed_methods
 from .source import source_lines as source_lines
 from .source import source_since as source_since

@@ -10,7 +10,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pytest_modelprobe.comparison import Cause, Diagnosis
 from pytest_modelprobe.record import ROOT, Record, containers
@@ -56,6 +56,16 @@ def changed_methods(diagnosis: Diagnosis, files: Mapping[str, str], before: Befo
     causes = (*diagnosis.causes, *diagnosis.possible)
     found = {hunk.name: hunk for cause in reversed(causes) for hunk in _hunks_of(cause, record, files, before)[::-1]}
     return list(found.values())[::-1]
+
+
+def changed_definitions(found: Iterable[tuple[Path, str]], before: Callable[[Path], str | None]) -> list[Hunk]:
+    """Return what differs in definitions: in classes their methods, functions and constants as a whole.
+
+    Args:
+        found: Files, and names that are bound at their top.
+        before: Takes a file, and returns its source before.
+    """
+    return [hunk for file, name in found for hunk in _hunks(name, file, before(file) or "")]
 
 
 def source_lines(hunks: Iterable[Hunk], more: Callable[[Hunk], Iterator[str]] = lambda _: iter(())) -> Iterator[str]:
@@ -124,18 +134,23 @@ def _hunks(cls: str, file: Path, before: str) -> list[Hunk]:
         if marked:
             first = int(marked[0].split("+")[1].split(",")[0].split()[0])  # 0 if lines before the first one are gone
             shown = [line for line in marked if not line.startswith("@@")]
-            found.append(Hunk(file, numbers[max(first, 1) - 1], numbers[-1], f"{cls}.{name}", _dedented(shown)))
+            full = f"{cls}.{name}".removesuffix(".")
+            found.append(Hunk(file, numbers[max(first, 1) - 1], numbers[-1], full, _dedented(shown)))
     return found
 
 
 def _methods(text: str, cls: str) -> dict[str, dict[int, str]]:
-    """Return the methods of a class, each as its lines by number, without docstrings."""
+    """Return the methods of a class, each as its lines by number, without docstrings.
+
+    What is no class has an empty name.
+    """
     lines = text.splitlines()
-    body: Sequence[ast.AST] = ast.parse(text).body
+    body: Sequence[Any] = ast.parse(text).body
+    others = [node for node in body if not isinstance(node, ast.ClassDef) and _binds(node, cls)]
+    methods = {"": {n: lines[n - 1] for node in others for n in range(node.lineno, (node.end_lineno or 0) + 1)}}
     for name in cls.split("."):
         found = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
         body = () if found is None else found.body
-    methods = {}
     for node in body:
         if isinstance(node, ast.FunctionDef):
             start = min([node.lineno, *(one.lineno for one in node.decorator_list)])
@@ -144,6 +159,12 @@ def _methods(text: str, cls: str) -> dict[str, dict[int, str]]:
             left_out = () if said is None else range(said.lineno, (said.end_lineno or said.lineno) + 1)
             methods[node.name] = {number: lines[number - 1] for number in own if number not in left_out}
     return methods
+
+
+def _binds(node: Any, name: str) -> bool:
+    """Whether a statement is the definition of a function, or assigns to the name itself."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return name in (getattr(node, "name", None), *(getattr(target, "id", None) for target in targets))
 
 
 def _dedented(marked: Sequence[str]) -> list[str]:

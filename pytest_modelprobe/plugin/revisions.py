@@ -7,6 +7,8 @@ side and on the other, and their models are watched there. What can be wrong is 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
 import shutil
 import sys
@@ -205,7 +207,9 @@ class Sides:
             with contextlib.ExitStack() as stack:
                 if (line := self._config.pluginmanager.get_plugin("modelprobe-progress")) is not None:
                     stack.enter_context(listening(line))
-                self._found = self._compared(stack, tests)
+                found = self._compared(stack, tests)
+                pairs = [*map(self._with_source_outside, found.pairs)]
+                self._found = dataclasses.replace(found, pairs=pairs)
         except (GitError, SideError) as error:
             self._stopped = str(error)
         if self._found is not None and not self._found.tests and not self._found.here.unread:
@@ -224,6 +228,18 @@ class Sides:
         changed = self._repository.changed_files(self._commit)
         self._left_out = {test for test in tests if not is_affected(self._folder, test, changed)}
         return tests - self._left_out
+
+    def _with_source_outside(self, pair: Pair) -> Pair:
+        """Return a pair with what else differs that the test uses, where no class of the model has another source."""
+        from pytest_modelprobe.gate import changed_definitions
+        from pytest_modelprobe.revisions import differing_of
+
+        repository = self._repository
+        if repository is None or pair.verdict != "changed" or pair.source:
+            return pair
+        found = differing_of(self._folder, pair.here.test)
+        before = functools.partial(repository.text_at, self._commit)
+        return dataclasses.replace(pair, source=tuple(changed_definitions(found, before)))
 
     def _compared(self, stack: contextlib.ExitStack, tests: set[str]) -> SideBySide:
         from pytest_modelprobe.revisions import Worktree, import_roots, side_by_side

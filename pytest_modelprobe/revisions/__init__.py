@@ -7,6 +7,7 @@ alone.
 
 from .definitions import differing_definitions as differing_definitions
 from .dependencies import TestFiles as TestFiles
+from .dependencies import differing_of as differing_of
 from .dependencies import files_of as files_of
 from .dependencies import is_affected as is_affected
 from .pairs import VERDICTS as VERDICTS

@@ -109,6 +109,7 @@ class TestFiles:
         definitions = Definitions([(file, name, _package_of(file)) for file, name in named])
         shared = {Path(file) for file in self._shared if not file.endswith((".py", ".pyc"))}
         for test, (file, opened) in self._tests.items():
+            used: list[tuple[Path, str]] = []
             found = {*map(Path, opened), *shared, *unexplained}
             found = found.union(*map(imported_files, (file, *self._conftests(file))))
             found = {one for one in found if _is_own(one, self._root)}
@@ -117,11 +118,15 @@ class TestFiles:
             elif narrowed := found & self._differing.keys() - {*map(Path, opened)}:
                 own = {*self._conftests(file), *unexplained}
                 reached = definitions.reached(test.partition("::")[2], file, found, own)
-                found -= {one for one in narrowed if reached.isdisjoint((one, n) for n in self._differing[one])}
-            names = sorted(one.relative_to(self._root).as_posix() for one in found)
+                used = sorted((one, name) for one, name in reached if name in self._differing.get(one, ()))
+                found -= narrowed - {one for one, _ in used}
+            written_down = {
+                "files": sorted(one.relative_to(self._root).as_posix() for one in found),
+                "differing": [(str(one), name) for one, name in used],
+            }
             place = folder_of(self._folder, test)
             place.mkdir(parents=True, exist_ok=True)
-            (place / _FILES).write_text(json.dumps(names), "utf-8")
+            (place / _FILES).write_text(json.dumps(written_down), "utf-8")
         return result
 
     def _conftests(self, file: Path) -> Iterator[Path]:
@@ -154,8 +159,18 @@ def is_elsewhere(root: Path, module: str, file: Path) -> bool:
 
 def files_of(folder: Path, test: str) -> list[str] | None:
     """Return the files of the repository that a test depends on, as `TestFiles` wrote them; `None` if nobody knows."""
+    found: list[str] | None = _written(folder, test)["files"]
+    return found
+
+
+def differing_of(folder: Path, test: str) -> list[tuple[Path, str]]:
+    """Return the files and names of definitions that a test uses and that differ, as far as `TestFiles` knows them."""
+    return [(Path(file), name) for file, name in _written(folder, test)["differing"]]
+
+
+def _written(folder: Path, test: str) -> dict[str, Any]:
     path = folder_of(folder, test) / _FILES
-    found: list[str] | None = json.loads(path.read_text("utf-8")) if path.is_file() else None
+    found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {"files": None, "differing": []}
     return found
 
 

@@ -230,6 +230,20 @@ def test_a_test_that_uses_nothing_that_differs_does_not_run_there(plain: Project
     )
 
 
+def test_what_changed_outside_of_the_model_is_shown(plain: Project) -> None:
+    plain.write("src/data.py", "import torch\n\nSCALE = 1\n\ndef batch():\n    return SCALE * torch.ones(1, 5, 16)\n")
+    plain.write(
+        "tests/test_data.py",
+        "from data import batch\nfrom net import Encoder\n\ndef test_batch():\n    Encoder()(batch())\n",
+    )
+    plain.commit("data")
+    plain.replace("src/data.py", "SCALE = 1", "SCALE = 2")
+    plain.replace("src/data.py", "ones(1", "ones(2")
+    said = text_of(plain.run("--modelprobe-base=HEAD"))
+    assert "input (1, 5, 16) float32 → (2, 5, 16) float32: " in said
+    assert "  src/data.py:3 SCALE\n  - SCALE = 1\n  + SCALE = 2\n  src/data.py:6 batch\n" in said
+
+
 def test_a_test_without_a_record_changes_a_shared_model_on_both_sides(plain: Project) -> None:
     plain.write(
         "tests/test_shared.py",
