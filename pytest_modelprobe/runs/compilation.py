@@ -54,7 +54,7 @@ def graph_breaks(modules: Mapping[str, nn.Module], notes: Sequence[Any]) -> list
     found: dict[str, GraphBreak] = {}
     for note in notes:
         line, frame = line_of(note.user_stack), _innermost(note.user_stack)
-        code = "" if frame is None else f"{_RESUMED.sub('', frame.name)}: {frame.line}"
+        code = "" if frame is None else f"{_RESUMED.sub('', frame.name)}: {(frame.line or '').rstrip(':')}"
         reason = str(note.reason).strip().partition("\n")[0]
         found.setdefault(line, GraphBreak(layer_of(modules, note.user_stack), line, code, reason))
     return [*found.values()]
@@ -83,8 +83,8 @@ def with_graph_breaks(record: Record, model: nn.Module, args: tuple[Any, ...], k
     """
     modules = Layers(model).modules
     called = {name: modules[name] for name, layer in record.layers.items() if layer.calls and name in modules}
-    compiled: Any = torch.compile(model, backend=lambda graph, _: graph.forward)
     with preserved(model), seeding.forked_rng(), compiling() as (notes, _):
+        compiled: Any = torch.compile(model, backend=lambda graph, _: graph.forward)
         args, kwargs = map_tensors(torch.clone, (args, kwargs))
         compiled(*args, **kwargs)
         found = graph_breaks(called or modules, notes)

@@ -81,5 +81,7 @@ def test_a_compiled_forward_leaves_the_model_and_its_inputs_as_they_were() -> No
             return self.norm(x.add_(1))
 
     model, x = Counting(), torch.zeros(4, 3)
+    attributes = set(vars(model))
     assert ModelProbe().architecture(model, x, compiled=True).layers["(root)"].attributes["graph_breaks"] == "none"
+    assert set(vars(model)) == attributes  # torch.compile adds one
     assert (model.calls, int(model.norm.num_batches_tracked), x.sum()) == (0, 0, 0)
