@@ -578,6 +578,9 @@ not_compiled: Callable[[_Function], _Function] = _private("torch._disable_dynamo
 """Return a function that compiled code calls as it is. `torch.compiler.disable` imports `torch._dynamo` for it."""
 
 
+COMPILATION_LOGGERS = ("torch._dynamo", "torch.__trace")
+
+
 def compilation_notes() -> tuple[list[Any], dict[Any, list[str]]]:
     """Return what torch keeps of its compilations since `torch.compiler.reset`.
 

@@ -29,6 +29,7 @@ from .runs import (
     Watch,
     architecture,
     check_loss,
+    compilation,
     is_same_device,
 )
 
@@ -300,7 +301,7 @@ class ModelProbe:
         merged = _exchange.merged_by_probe
         precision = _precision.precision_of
 
-    def architecture(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
+    def architecture(self, model: nn.Module, /, *args: Any, compiled: bool = False, **kwargs: Any) -> Record:
         """Return the structure of a model without computing: layers, parameters, and with inputs the shapes.
 
         With inputs, one forward runs on fake tensors, which have shapes but no contents; the model may be on the meta
@@ -312,8 +313,17 @@ class ModelProbe:
         >>> record = ModelProbe().architecture(model, torch.empty(4, 10_000))
         >>> record.layers["1"].calls[0].outputs[0].shape
         (4, 20000)
+
+        Args:
+            model: The model.
+            *args: Its positional arguments.
+            compiled: Whether to run a forward that is compiled too, and to say where it breaks the graph. The first
+                layer with each code has the attribute ``graph_breaks``: ``"none"``, or function, line and reason.
+            **kwargs: Keyword arguments for the model.
         """
         record = architecture(model, *args, **kwargs)
+        if compiled:
+            record = compilation.with_graph_breaks(record, model, args, kwargs)
         self._remember(record.model, record)
         if self._recorder is not None:
             self._recorder.recorded("architecture", record, model)

@@ -6,20 +6,16 @@ Nothing is compiled to machine code. The graphs run as they are, and each that i
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pytest_modelprobe._torch import compilation_notes
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.runs import Mode
+from pytest_modelprobe.runs import Mode, compilation
 from pytest_modelprobe.text import count, listed
 
 from .batch import larger_batches
@@ -27,8 +23,6 @@ from .check import check_native
 from .outcome import NotApplicableError, Violation
 from .parity import not_compiled
 from .session import PreparedModel, Vary, keep_input
-
-_TORCH = str(Path(torch.__file__).parent)
 
 _Row = tuple[str, str, str, str]
 """The layer, the line, the run and the reason of a graph that should not be."""
@@ -71,30 +65,24 @@ def compiles_whole(prepared: PreparedModel, *, axis: int = 0) -> Violation | str
         return graph.forward
 
     compiled: Any = torch.compile(model, backend=backend)
-    torch.compiler.reset()
-    breaks, failures = compilation_notes()
-    try:
-        with warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("default"):
-            for when, mode, vary, may in runs:
-                run = functools.partial(prepared.run, mode=mode, vary=vary, backward=mode == "train", loss=_leaf)
-                if run(model=model, traced=False).error is not None:
-                    continue
-                made[when] = 0
-                seen, failed = len(breaks), {code: len(reasons) for code, reasons in failures.items()}
-                trace = run(model=compiled, traced=False)
-                if trace.error is not None:
-                    return not_compiled(trace)
-                for one in breaks[seen:]:
-                    layer, line = _layer(prepared, one.user_stack), _line(one.user_stack)
-                    reason = str(one.reason).strip().partition("\n")[0]
-                    found.setdefault(line, (f"breaks the graph of {when}", (layer, line, when, reason)))
-                if made[when] > (max(1, made["a forward"]) if may else 0):
-                    first = (reasons[failed.get(code, 0) :][:1] for code, reasons in failures.items())
-                    again = [_guard(prepared, reason, when) for reasons in first for reason in reasons]
-                    for row in again or [(ROOT, "", when, count(made[when], "graph"))]:
-                        found.setdefault(row[-1], (f"is compiled again for {when}", row))
-    finally:
-        torch.compiler.reset()
+    with compilation.compiling() as (breaks, failures):
+        for when, mode, vary, may in runs:
+            run = functools.partial(prepared.run, mode=mode, vary=vary, backward=mode == "train", loss=_leaf)
+            if run(model=model, traced=False).error is not None:
+                continue
+            made[when] = 0
+            seen, failed = len(breaks), {code: len(reasons) for code, reasons in failures.items()}
+            trace = run(model=compiled, traced=False)
+            if trace.error is not None:
+                return not_compiled(trace)
+            for one in compilation.graph_breaks(prepared.layers.modules, breaks[seen:]):
+                row = one.layer, one.line, when, one.reason
+                found.setdefault(one.line, (f"breaks the graph of {when}", row))
+            if made[when] > (max(1, made["a forward"]) if may else 0):
+                first = (reasons[failed.get(code, 0) :][:1] for code, reasons in failures.items())
+                again = [_guard(prepared, reason, when) for reasons in first for reason in reasons]
+                for row in again or [(ROOT, "", when, count(made[when], "graph"))]:
+                    found.setdefault(row[-1], (f"is compiled again for {when}", row))
     if found:
         (said, (layer, line, _, reason)), *_ = found.values()
         return Violation.at(
@@ -114,29 +102,11 @@ def _leaf(_: Any) -> Tensor:
     return torch.zeros((), requires_grad=True)
 
 
-def _layer(prepared: PreparedModel, frames: Sequence[FrameSummary]) -> str:
-    """Return the first layer whose forward has the line of a frame, the innermost if several have."""
-    for frame in reversed(frames):
-        for name, module in prepared.layers.modules.items():
-            code = getattr(inspect.unwrap(module.forward), "__code__", None)
-            if code is not None and code.co_filename.endswith(frame.filename):
-                lines = {line for *_, line in code.co_lines()}
-                if frame.lineno in lines:
-                    return name
-    return ROOT
-
-
-def _line(frames: Sequence[FrameSummary]) -> str:
-    """Return the file and the line of the innermost frame outside torch."""
-    own = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-
-
 def _guard(prepared: PreparedModel, reason: str, when: str) -> _Row:
     """Return the row of a guard that failed: ``0/0: fn._modules['1'].n == 0  # self.n += 1  # net.py:8 in forward``."""
     text = re.sub(r"^\d+/\d+: ", "", reason.partition("\n")[0])
     at = re.search(r"# ([^\s#]+):(\d+) in ", text)  # of a long path it is the end
     frames = [FrameSummary(at[1], int(at[2]), "", lookup_line=False)] if at else []
     path = ".".join(re.findall(r"_modules\['([^']+)'\]", text))
-    layer = path if path in prepared.layers.modules else _layer(prepared, frames)
-    return layer, _line(frames), when, text.partition("  #")[0].strip()
+    layer = path if path in prepared.layers.modules else compilation.layer_of(prepared.layers.modules, frames)
+    return layer, compilation.line_of(frames), when, text.partition("  #")[0].strip()

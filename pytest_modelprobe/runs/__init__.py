@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pytest_modelprobe.capture import Options as Options
 
+from . import compilation as compilation
 from . import noise as noise
 from .fakes import FakeModel as FakeModel
 from .fakes import architecture as architecture

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from pytest_modelprobe._torch import GROUPED_PRODUCT, DispatchMode, FakeTensorMode
+from pytest_modelprobe._torch import COMPILATION_LOGGERS, GROUPED_PRODUCT, DispatchMode, FakeTensorMode
 from pytest_modelprobe.capture import Capture, Options, assemble
 from pytest_modelprobe.models import Layers, check_not_lazy, map_tensors, preserved, seeding
 from pytest_modelprobe.record import Record
@@ -95,8 +95,9 @@ def _grouped_product(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's logs of operations that fail on fake tensors. The reason is in what is raised."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", FakeTensorMode.__module__)]
+    """Silence torch's logs of operations that fail on fake tensors, and of compilations. What matters is told."""
+    names = ("torch.fx.experimental.symbolic_shapes", FakeTensorMode.__module__, *COMPILATION_LOGGERS)
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

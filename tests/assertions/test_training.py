@@ -394,19 +394,21 @@ def test_an_attack_in_evaluation_mode_whose_gradients_are_reset_is_sound() -> No
     assert (watch.record.training.rescheduled, watch.record.training.switched) == (0, 0)
 
 
-def test_schedulers_of_adversaries_that_are_stepped_together_are_sound() -> None:
+def test_a_scheduler_of_an_adversary_may_step_while_a_generator_accumulates() -> None:
     generator, discriminator = net(), PROBE.build(lambda: nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)))
-    optimizers = [sgd(discriminator), sgd(generator)]
-    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1) for one in optimizers]
+    of_generator, of_discriminator = sgd(generator), sgd(discriminator)
+    scheduler = torch.optim.lr_scheduler.StepLR(of_discriminator, 1)
     with ModelProbe() as probe:
         watch = probe.watch(nn.ModuleList([generator, discriminator]))
         for _ in range(STEPS):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-                discriminator(generator(X)).mean().backward()
-                optimizer.step()
-            for scheduler in schedulers:
+            of_generator.zero_grad()
+            for part in X.chunk(2):
+                of_discriminator.zero_grad()
+                discriminator(generator(part).detach()).mean().backward()
+                of_discriminator.step()
                 scheduler.step()
+                discriminator(generator(part)).mean().backward()
+            of_generator.step()
     assert watch.record.training.rescheduled == 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
     from pytest_modelprobe.probe import ModelProbe
 
-    from .scanning import ScannedModel, as_test_file
+    from .scanning import NO_GRADIENT, ScannedModel, as_test_file
     from .search import parse_input
     from .target import load
 
@@ -70,12 +70,13 @@ def _run(options: argparse.Namespace) -> int:
             if options.base is not None:
                 return _run_beside(scanned, options.base)
             findings = _show_record(scanned, options.layers)
-            outcomes = list(_shown(scanned.outcomes()))
+            told = ["parameters_used"] if any(line.startswith(NO_GRADIENT) for line in findings) else []
+            outcomes = list(_shown(scanned.outcomes(), told))
         except SystemExit as error:  # with code 0 it would read as a model that was scanned
             raise ModelProbeError(f"{options.model} ends the process: it calls sys.exit({error.code!r})") from error
         broken = [outcome for outcome in outcomes if outcome.verdict == "broken"]
         hints = [outcome for outcome in outcomes if outcome.verdict == "hint"]
-        for outcome in (*broken, *hints):
+        for outcome in (one for one in (*broken, *hints) if one.check not in told):
             print(f"\n--- {outcome.check} ---", *map(_line, str(outcome).split("\n")), sep="\n")
         also = f"; {count(len(hints), 'hint')}" if hints else ""
         print(f"\n{count(len(findings), 'finding')}, {count(len(broken), 'broken check')} of {len(outcomes)}{also}")
@@ -134,10 +135,11 @@ _SAID = 46
 """Where the text of an outcome begins."""
 
 
-def _shown(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
-    """Print each outcome as soon as it is known: some checks take long."""
+def _shown(outcomes: Iterable[Outcome], told: Collection[str]) -> Iterable[Outcome]:
+    """Print each outcome as soon as it is known, as some checks take long. Of hints ``told`` the findings say more."""
     print("\nChecks:")
     for outcome in outcomes:
-        said = f"  {outcome.check:<28}{outcome.verdict:<16}{outcome.text.partition(chr(10))[0]}"
-        print(_line(said, _SAID), flush=True)
+        is_told = outcome.verdict == "hint" and outcome.check in told
+        said = "see the findings" if is_told else outcome.text.partition("\n")[0]
+        print(_line(f"  {outcome.check:<28}{outcome.verdict:<16}{said}", _SAID), flush=True)
         yield outcome

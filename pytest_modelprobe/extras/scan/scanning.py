@@ -165,11 +165,14 @@ class ScannedModel:
         raise UsageError(f"the inputs of {type(self.model).__name__} cannot be guessed, start from: {start}.{why}")
 
 
+NO_GRADIENT = ("never called", "no gradient")
+"""How findings begin that name all parameters without a gradient."""
+
 _TOLD_BY = {
     "assert_finite": ("not finite",),
     "assert_no_dead_layers": ("dead",),
     "assert_grad_finite": ("not finite",),
-    "assert_all_params_have_grad": ("never called", "no gradient"),
+    "assert_all_params_have_grad": NO_GRADIENT,
 }
 """Each assertion, and the findings that say the same."""
 

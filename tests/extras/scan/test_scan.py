@@ -142,6 +142,8 @@ def test_scan_prints_what_is_wrong_with_a_model(capsys: pytest.CaptureFixture[st
     assert "\n  finite                      holds           1 output and " in out
     assert "\n  batch_independent           broken          (root) mixes the batch: the first row changed by" in out
     assert "\n--- batch_independent ---\n(root) mixes the batch: the first row changed by" in out
+    assert "\n  parameters_used             hint            see the findings\n" in out
+    assert out.count("unused") == 2  # in the table of layers and in the findings
     assert out.endswith("1 finding, 2 broken checks of 25; 1 hint\n")
 
 
