@@ -26,8 +26,11 @@ _TIMEOUT = 60.0
 _SETTINGS = ["--no-pager", "-c", "core.quotePath=false", "-c", "log.showSignature=false", "-c", "color.ui=false"]
 _SETTINGS += ["-c", "safe.bareRepository=explicit"]
 
-_HOOKLESS = ["-c", f"core.hooksPath={os.devnull}", "-c", "advice.detachedHead=false"]
+_HOOKLESS = ["-c", f"core.hooksPath={os.devnull}", "-c", "advice.detachedHead=false", "-c", "submodule.recurse=false"]
 """A hook of the user is for a checkout of the user."""
+
+
+_NO_GIT = "git was not found: install it"
 
 
 class GitError(ModelProbeError):
@@ -52,6 +55,8 @@ class Repository:
             self.root = Path(self._text("rev-parse", "--show-toplevel")).resolve()
         except GitError as error:
             # Git also refuses a tree that belongs to a different user. Its message says what to do.
+            if str(error) == _NO_GIT:
+                raise
             told = "" if "not a git repository" in str(error) else f" ({error})"
             raise GitError(f"{where.resolve()} is not in a git working tree{told}") from error
 
@@ -163,6 +168,10 @@ class Repository:
         """Return path → blob for all symbolic links of a commit; the blob holds the target."""
         return self._tree(commit, b"120")
 
+    def submodules(self, commit: str) -> dict[str, str]:
+        """Return path → commit for all submodules of a commit."""
+        return self._tree(commit, b"160000")
+
     def _tree(self, commit: str, mode: bytes) -> dict[str, str]:
         listing = self._git("ls-tree", "-r", "-z", commit)
         return _blobs(listing, mode)  # 100644 blob 257cc5642cb1a054f08cc83f2d943e56fd3ebe99
@@ -201,7 +210,7 @@ class Repository:
     def changed_files(self, commit: str) -> list[str]:
         """Return the paths of the files that differ between a commit and the working tree, untracked ones too."""
         listings = (
-            self._git("diff", "--name-only", "--no-renames", "-z", commit, "--"),
+            self._git("diff", "--name-only", "--no-renames", "--ignore-submodules=untracked", "-z", commit, "--"),
             self._git("ls-files", "-z", "-o", "--exclude-standard"),
         )
         return sorted({os.fsdecode(path) for listing in listings for path in listing.split(b"\0") if path})
@@ -250,11 +259,16 @@ class Repository:
         return self._git("cat-file", how, stdin="".join(f"{name}\n" for name in names).encode())
 
     def _fetch(self, ref: str) -> str:
-        """Return the command that fetches a missing revision."""
-        if ref.startswith("origin/"):
-            step = f"git fetch origin {ref.removeprefix('origin/')}"
-        elif re.search(r"[\^~]", ref):
+        """Return the command that fetches a missing revision, or why there is none."""
+        name = re.split(r"[~^:]|@\{", ref, maxsplit=1)[0]
+        if name == "HEAD" and self._commit(name) is None:
+            return "nothing is committed yet"
+        if name != ref and self._commit(name):
+            if not self.shallow:
+                return f"{name} is there, but it leads to no such commit"
             step = "git fetch --deepen=1, or fetch-depth: 2 in the workflow's checkout"
+        elif (ref := name).startswith("origin/"):
+            step = f"git fetch origin {ref.removeprefix('origin/')}"
         elif re.fullmatch(r"[0-9a-f]{40,64}", ref):
             step = f"git fetch origin {ref}"
         else:
@@ -297,7 +311,7 @@ def run_git(where: Path, *arguments: str, stdin: bytes = b"", apart: bool = Fals
             check=False,
         )
     except FileNotFoundError as error:
-        raise GitError("git was not found: install it, or compare two files") from error
+        raise GitError(_NO_GIT) from error
     except subprocess.TimeoutExpired as error:
         raise GitError(f"git {arguments[0]} took longer than {_TIMEOUT:.0f} s") from error
     if done.returncode:

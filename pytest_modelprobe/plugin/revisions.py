@@ -24,7 +24,7 @@ import pytest
 if TYPE_CHECKING:
     from pytest_modelprobe.gate import Repository
     from pytest_modelprobe.report.results import Base, PairResult, ShownCause
-    from pytest_modelprobe.revisions import Pair, Side, SideBySide, TestsOn
+    from pytest_modelprobe.revisions import Pair, Side, SideBySide, TestsOn, Worktree
 
 _FOLDER = "modelprobe_folder"
 """Tells a worker of xdist where to write."""
@@ -37,6 +37,12 @@ _DIFFERING = "modelprobe_differing"
 
 NOTHING_COMPARED = 16
 """The exit code of pytest where tests passed, and no model could be compared."""
+
+_BUILT = (".so", ".pyd", ".dylib", ".dll")
+"""Endings of compiled files."""
+
+_BUILT_FROM = (".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp", ".pyx", ".pxd", ".rs")
+"""Endings of the files that are compiled to them."""
 
 _MOST = 5
 """Lines of a kind, but for models that changed."""
@@ -100,6 +106,8 @@ class Sides:
         """How many seconds the tests took here."""
         self._versions: dict[str, tuple[str, str]] = {}
         self._repository: Repository | None = None
+        self._built = ""
+        """What is not compared, for both sides use compiled files of this side."""
         self._left_out: set[str] = set()
         """Tests that do not run again, for they use nothing that differs."""
         worker = getattr(config, "workerinput", None)
@@ -211,7 +219,7 @@ class Sides:
                 pairs = [*map(self._with_source_outside, found.pairs)]
                 self._found = dataclasses.replace(found, pairs=pairs)
         except (GitError, SideError) as error:
-            self._stopped = str(error)
+            self._stopped = f"nothing was compared: {str(error).removeprefix('nothing was compared: ')}"
         if self._found is not None and not self._found.tests and not self._found.here.unread:
             self._stopped = (
                 "nothing was compared: no test that passed makes or calls a model of your own classes, nor records "
@@ -243,6 +251,7 @@ class Sides:
 
     def _compared(self, stack: contextlib.ExitStack, tests: set[str]) -> SideBySide:
         from pytest_modelprobe.revisions import Worktree, import_roots, side_by_side
+        from pytest_modelprobe.text import listed
 
         root, started_in = self._config.rootpath.resolve(), self._config.invocation_params.dir.resolve()
         ours = self._tests_on(self._side(sys.executable, started_in, import_roots(root, root)), root)
@@ -253,7 +262,14 @@ class Sides:
         imports = import_roots(self._repository.root, tree.root)
         side = self._side(self._python, tree.folder(started_in), imports, without=self._repository.root)
         theirs = self._tests_on(side, tree.path(root) or tree.root)
-        ignored = list(self._ignored(tests))
+        ignored = list(self._ignored(tests, tree))
+        built = sorted(file.name for file in ignored if file.suffix in _BUILT)
+        sources = [name for name in self._repository.changed_files(self._commit) if name.endswith(_BUILT_FROM)]
+        if built and sources:
+            self._built = (
+                f"both sides use {listed(built)} as built here, so what differs in {listed(sources)} is not compared: "
+                "take a snapshot with the other build"
+            )
         tree.take([*ignored, *self._files_of(tests)])
 
         def own_tests() -> None:
@@ -289,15 +305,13 @@ class Sides:
             if any((root / name).is_relative_to(folder) for folder in of_tests):
                 yield root / name
 
-    def _ignored(self, tests: set[str]) -> Iterator[Path]:
-        """Yield the files that tests use and git does not have: weights, compiled extensions, and submodules."""
+    def _ignored(self, tests: set[str], tree: Worktree) -> Iterator[Path]:
+        """Yield the files that tests use and git does not have: weights, and compiled extensions."""
         from pytest_modelprobe.revisions import files_of
 
         assert self._repository is not None
-        root, known = self._repository.root, {".git", *self._repository.working_files()}
-        for name in {name for test in tests for name in files_of(self._folder, test) or ()} - known:
-            if not name.startswith(".git/"):
-                yield root / name
+        files = {self._repository.root / name for test in tests for name in files_of(self._folder, test) or ()}
+        yield from (file for file in files.difference(tree.known()) if ".git" not in file.parts)
 
     def _tests_on(self, side: Side, root: Path) -> TestsOn:
         from pytest_modelprobe import child
@@ -393,7 +407,7 @@ class Sides:
         found, whole = self._found, []
         told = [(len(self._left_out), "test", "not run again, for nothing that they use differs")]
         if found is not None:
-            whole = [summary(found.pairs)]
+            whole = [summary(found.pairs) if found.pairs else "nothing was compared"]
             elsewhere = self._recorded - found.tests - found.here.failed.keys() - self._left_out
             told += [
                 (len(found.only_here), "test", "only here"),
@@ -401,7 +415,8 @@ class Sides:
                 (found.unpaired, "record", "of one side alone"),
                 (len(elsewhere), "test", "not compared, for it runs in several processes"),
             ]
-        return "; ".join([*whole, *(f"{count(n, noun)} {what}" for n, noun, what in told if n)])
+        counts = (f"{count(n, noun)} {what}" for n, noun, what in told if n)
+        return "; ".join(filter(None, [*whole, *counts, self._built]))
 
     def _lines(self) -> Iterator[str]:
         from pytest_modelprobe.revisions import changed_lines

@@ -15,11 +15,13 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+
+from pytest_modelprobe.gate import Repository
 
 from .definitions import Definitions
 from .pairs import folder_of
@@ -99,7 +101,8 @@ class TestFiles:
         self._opened = None
         result = yield
         modules = {name: Path(file) for name, file in _loaded().items()}
-        if any(is_elsewhere(self._root, module, file) for module, file in modules.items()):
+        places = module_places(Repository(self._root).working_files())
+        if any(is_elsewhere(self._root, places, module, file) for module, file in modules.items()):
             return result  # the comparison says so
         ours = {file for file in modules.values() if _is_own(file, self._root)}
         written = self._files.union(*map(self._conftests, self._files))
@@ -142,19 +145,37 @@ def _loaded() -> dict[str, str]:
 
 
 def _is_own(file: Path, root: Path) -> bool:
-    return file.is_relative_to(root) and not _is_installed(str(file))
+    return file.is_relative_to(root) and not is_installed(str(file))
 
 
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
     """Whether a file is of an installed package, or comes with Python."""
     return "site-packages" in file or "dist-packages" in file or file.startswith(_STDLIB)
 
 
-def is_elsewhere(root: Path, module: str, file: Path) -> bool:
-    """Whether a module was imported from elsewhere, although a tree has one of its own."""
+def module_places(names: Iterable[str]) -> frozenset[str]:
+    """Return where modules of Python may be, relative to some folder from which they are imported.
+
+    >>> sorted(module_places(["lib/net/head.py", "src/run.py", "README.md"]))
+    ['lib/net/head.py', 'net/head.py', 'run.py', 'src/run.py']
+    """
+    paths = [
+        PurePosixPath(name.removeprefix(top)).parts for name in names if name.endswith(".py") for top in ("", "src/")
+    ]
+    return frozenset("/".join(parts[n:]) for parts in paths for n in range(max(1, len(parts) - 1)))
+
+
+def is_elsewhere(root: Path, places: Collection[str], module: str, file: Path) -> bool:
+    """Whether a module was imported from elsewhere, although a tree has one of its own.
+
+    Args:
+        root: The root of the tree.
+        places: The `module_places` of its files.
+        module: The name of the module.
+        file: Its file.
+    """
     place = module.replace(".", "/")
-    own = (root / top / f"{place}{end}" for top in ("", "src") for end in (".py", "/__init__.py"))
-    return not file.is_relative_to(root) and any(path.is_file() for path in own)
+    return not _is_own(file, root) and any(place + end in places for end in (".py", "/__init__.py"))
 
 
 def files_of(folder: Path, test: str) -> list[str] | None:
@@ -206,7 +227,7 @@ def code_differs(here: str, there: str) -> bool:
     """
     if here == there:
         return False
-    if _is_installed(there):
+    if is_installed(there):
         return True
     ours, theirs = Path(here), Path(there)
     pairs = zip(ours.parts[::-1], theirs.parts[::-1], strict=False)
@@ -265,7 +286,7 @@ def _imports(file: Path, executed: bool) -> tuple[tuple[Path, ...], bool]:
     if executed:
         names |= {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
     files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
-    found = tuple(Path(one).resolve() for one in files if isinstance(one, str) and not _is_installed(one))
+    found = tuple(Path(one).resolve() for one in files if isinstance(one, str) and not is_installed(one))
     said = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "name")}
     return found, not said.isdisjoint(_BY_NAME)
 
@@ -299,6 +320,6 @@ def _packages(_: int) -> dict[Path, str]:
     found = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not _is_installed(file):
+        if isinstance(file, str) and not is_installed(file):
             found[Path(file).resolve()] = getattr(module, "__package__", None) or ""
     return found

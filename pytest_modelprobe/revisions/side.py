@@ -260,14 +260,15 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
             start_new_session=True,
         )
         stack.callback(_end, process)
-        return _Process(process, folder, tests or ())
+        return _Process(process, self._directory, folder, tests or ())
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """A process of a side, the folder of its files, and the tests that it was told to run."""
+    """A process of a side, where it runs, the folder of its files, and the tests that it was told to run."""
 
     process: subprocess.Popen[bytes]
+    directory: Path
     folder: Path
     tests: Collection[str]
     ran: Ran | None = None
@@ -278,11 +279,14 @@ class _Process:
         if self.ran is None and self.process.poll() is not None:
             answer = self.folder / ANSWER
             if not answer.is_file():
-                said = _last_line((self.folder / "log").read_text("utf-8", "replace"))
+                log = (self.folder / "log").read_text("utf-8", "replace")
+                said = next(
+                    (line for line in log.splitlines() if line.startswith("Fatal Python error")), _last_line(log)
+                )
                 last = next(reversed(_lines(self.folder / BEGUN)), None)
                 raise SideError(
-                    f"a process that ran the tests ended without an answer, with exit code {self.process.returncode}"
-                    f"{'' if last is None else f', in {last}'}: {said}"
+                    f"nothing was compared: a process that ran the tests in {self.directory} ended without an answer, "
+                    f"with exit code {self.process.returncode}{'' if last is None else f', in {last}'}: {said}"
                 )
             self.ran = Ran(**json.loads(answer.read_text("ascii")))
 
@@ -487,6 +491,7 @@ def side_by_side(
     asked, tests = tests, {test for test, _ in here}
     if own_tests is not None and (left := {test for test in tests if ran.fails(test)}):
         own_tests()
+        left = {test for test in left if (theirs.root / test.partition("::")[0]).is_file()}
         ran = ran.without(left).with_(theirs.run(left, folder / "there", beside=beside))
     there = read_written(folder / "there")
     check(there)
@@ -648,7 +653,13 @@ def main(told: str, answer: str) -> None:
     _end_with_parent()
     data = json.loads(Path(told).read_text("ascii"))
     job = Job(**{**data, "tests": None if data["tests"] is None else frozenset(data["tests"])})
-    config = child.configured(job.options, (*job.plugins, "no:cacheprovider"), job.files)
+    try:
+        config = child.configured(job.options, (*job.plugins, "no:cacheprovider"), job.files)
+    except Exception as error:  # noqa: BLE001 - whatever a conftest.py raises
+        files = job.files if job.tests is None else {test.partition("::")[0] for test in job.tests}
+        ran = Ran(unread=dict.fromkeys(files, f"{type(error).__name__}: {error}".partition("\n")[0]))
+        Path(answer).write_text(json.dumps(dataclasses.asdict(ran)), "ascii")
+        return
     beside, like = (None if f is None else Path(f) for f in (job.beside, job.like))
     recorder = Recorder(Path(job.records), evidence=job.evidence, beside=beside, like=like, own_paths=job.own_paths)
     config.pluginmanager.register(recorder, "modelprobe-recorder")

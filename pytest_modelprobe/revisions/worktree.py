@@ -22,7 +22,7 @@ from typing import Any
 from pytest_modelprobe.gate import GitError, Repository, run_git
 from pytest_modelprobe.interrupts import finished
 
-from .dependencies import is_elsewhere
+from .dependencies import is_elsewhere, is_installed, module_places
 from .pairs import Pair, Written, judged, read_written
 from .side import Job, Side, SideError
 
@@ -35,20 +35,23 @@ class Worktree:
     Args:
         repository: The repository.
         commit: The hash of the commit.
+        root: Where it is made; by default in a temporary folder.
 
     Raises:
         GitError: Git cannot make it.
     """
 
-    def __init__(self, repository: Repository, commit: str) -> None:
+    def __init__(self, repository: Repository, commit: str, root: Path | None = None) -> None:
         self._repository = repository
         self._commit = commit
         self._folder = tempfile.TemporaryDirectory(prefix="modelprobe-", ignore_cleanup_errors=True)
-        self.root = Path(self._folder.name).resolve() / "tree"
+        self.root = root or Path(self._folder.name).resolve() / "tree"
+        self._submodules: list[Worktree] = []
 
     def __enter__(self) -> Worktree:
         try:
             _git(self._repository.root, "worktree", "add", "--quiet", "--detach", str(self.root), self._commit)
+            self._add_submodules(self._commit)
         except BaseException:
             self.remove()
             raise
@@ -62,9 +65,31 @@ class Worktree:
     @finished
     def remove(self) -> None:
         """Remove the folder, and git's note of it."""
+        self._remove_submodules()
         with contextlib.suppress(GitError):
             _git(self._repository.root, "worktree", "remove", "--force", "--force", str(self.root))
         self._folder.cleanup()
+
+    def _add_submodules(self, commit: str) -> None:
+        """Check out the submodules of a commit, which git leaves empty, from the clones in the working tree."""
+        for name, there in self._repository.submodules(commit).items():
+            if not (self._repository.root / name / ".git").exists():
+                continue
+            try:
+                repository = Repository(self._repository.root / name)
+                self._submodules.append(Worktree(repository, repository.commit(there), self.root / name).__enter__())
+            except GitError as error:
+                raise GitError(f"submodule {name}: {error}") from error
+
+    def _remove_submodules(self) -> None:
+        while self._submodules:
+            self._submodules.pop().remove()
+
+    def known(self) -> Iterator[Path]:
+        """Yield the files of the working tree that git knows, also in the submodules that are checked out here."""
+        yield from (self._repository.root / name for name in self._repository.working_files())
+        for submodule in self._submodules:
+            yield from submodule.known()
 
     def clean(self) -> None:
         """Put all files back as the commit has them."""
@@ -82,7 +107,9 @@ class Worktree:
     def check_out(self, commit: str) -> None:
         """Replace all files by those of another commit."""
         self.clean()
+        self._remove_submodules()
         _git(self.root, "checkout", "--quiet", "--detach", commit)
+        self._add_submodules(commit)
 
     def git(self, *arguments: str) -> str:
         """Run a command of git in the worktree, and return what it printed."""
@@ -94,12 +121,13 @@ class Worktree:
         Raises:
             SideError: There is such a record.
         """
+        places = module_places(Repository(self.root).working_files())
         for module, file in dict.fromkeys(pair for one in records.values() for pair in one.sources.items()):
-            if is_elsewhere(self.root, module, Path(file)):
+            if is_elsewhere(self.root, places, module, Path(file)):
                 raise SideError(
                     f"nothing was compared: {module} was imported from {file}, and not from {self.root}, so both sides "
-                    "are the same code. Something puts that folder before PYTHONPATH: look at conftest.py, and at how "
-                    "the package is installed"
+                    "are the same code. Install the package with pip install -e, or name its folder in pythonpath, in "
+                    "the ini file of pytest. If that is so, look at conftest.py: something puts the other folder first"
                 )
 
     def path(self, here: Path) -> Path | None:
@@ -142,7 +170,8 @@ def _roots_of_modules(modules: Mapping[str, ModuleType]) -> Iterator[Path]:
 def _below(root: Path, paths: Iterator[Path] | list[Path]) -> Iterator[Path]:
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
-            yield path.resolve().relative_to(root)
+            if not is_installed(str(path)):  # an environment may be inside the repository
+                yield path.resolve().relative_to(root)
 
 
 # --- `git bisect` in a worktree of its own, asked by records ----------------------------------------------------------

@@ -145,7 +145,8 @@ def test_a_folder_made_like_a_repository_runs_no_command(git: Git, tmp_path: Pat
         ("origin/main", "git fetch origin main"),
         ("feature", "git fetch origin feature:feature, or name it origin/feature"),
         ("0" * 40, f"git fetch origin {'0' * 40}"),
-        ("HEAD^1", "git fetch --deepen=1, or fetch-depth: 2 in the workflow's checkout"),
+        ("origin/main~1", "git fetch origin main"),
+        ("HEAD^1", "HEAD is there, but it leads to no such commit"),
     ],
 )
 def test_of_a_revision_that_is_not_here_the_fetch_is_named(git: Git, tmp_path: Path, ref: str, step: str) -> None:
@@ -162,6 +163,8 @@ def test_in_a_shallow_clone_its_depth_is_named(git: Git, tmp_path: Path) -> None
     assert repository.shallow
     with pytest.raises(GitError, match=r"git fetch origin dev \(this clone is shallow: .*fetch-depth: 0"):
         repository.commit("origin/dev")
+    with pytest.raises(GitError, match="here: git fetch --deepen=1, or fetch-depth: 2"):
+        repository.commit("HEAD~1")
 
 
 def test_a_history_that_is_cut_off_has_no_base(git: Git, tmp_path: Path) -> None:

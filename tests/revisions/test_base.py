@@ -164,6 +164,30 @@ def test_a_commit_that_cannot_be_imported_is_said(project: Project) -> None:
     assert result.ret == NOTHING_COMPARED
 
 
+def test_a_new_test_that_needs_what_the_commit_lacks_is_said(project: Project) -> None:
+    project.write("src/new.py", NET)
+    project.write("tests/test_new.py", TESTS.replace("from net", "from new"))
+    result = project.run("--modelprobe-base=HEAD", "tests/test_new.py")
+    said = "\n".join(result.outlines)
+    assert "nothing was compared; 3 tests only here\n" in said
+    assert "there tests/test_new.py: ModuleNotFoundError: No module named 'new'" in said
+    assert result.ret == NOTHING_COMPARED
+
+
+def test_a_conftest_that_raises_there_leaves_the_other_side_its_own(project: Project) -> None:
+    project.replace("src/net.py", "class Net", "NEW = 1\n\nclass Net")
+    project.write("conftest.py", "import net\n\nassert net.NEW\n")
+    assert "3 tests ran 3 models of 1 class: 3 the same" in project.run("--modelprobe-base=HEAD").outlines
+    project.replace("src/net.py", "NEW = 1", "")
+    project.commit("a conftest that raises")
+    project.replace("src/net.py", "class Net", "NEW = 1\n\nclass Net")
+    result = project.run("--modelprobe-base=HEAD")
+    said = "\n".join(result.outlines)
+    assert "nothing was compared; 3 tests only here\n" in said
+    assert "there tests/test_net.py: ConftestImportFailure: AttributeError: module 'net' has no attribute 'NEW'" in said
+    assert result.ret == NOTHING_COMPARED
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -100,10 +100,13 @@ def test_the_other_side_writes_nothing_and_runs_what_this_one_ran(pytester: pyte
 def test_a_process_without_an_answer_ends_all_and_what_they_started(python: Python, tmp_path: Path) -> None:
     side = python(f"""
 case $3 in
-*/0/job.json) sleep 600 & echo $! > {tmp_path}/one; until test -s {tmp_path}/two; do :; done; echo no luck; exit 7;;
+*/0/job.json)
+    sleep 600 & echo $! > {tmp_path}/one; until test -s {tmp_path}/two; do :; done
+    echo Fatal Python error: no luck; echo more; exit 7;;
 *) echo $$ > {tmp_path}/two; exec sleep 600;;
 esac""")
-    with pytest.raises(SideError, match="ended without an answer, with exit code 7: no luck"):
+    why = "ended without an answer, with exit code 7: Fatal Python error: no luck"
+    with pytest.raises(SideError, match=f"in {tmp_path} {why}"):
         side.run([Job(files=[], options={})] * 2, tmp_path / "log")
     assert all(has_ended(int((tmp_path / name).read_text())) for name in ("one", "two"))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_modelprobe.gate import Repository
-from pytest_modelprobe.revisions import Pair, Side, SideError, TestsOn, Worktree, import_roots, side_by_side
+from pytest_modelprobe.revisions import Pair, Ran, Side, SideError, TestsOn, Worktree, import_roots, side_by_side
 
 _FILE, _TEST = "test_scan.py", "test_scan"
 
@@ -44,13 +44,19 @@ def beside(repository: Repository, commit: str, name: str, inputs: Sequence[str]
         ours, theirs = tests_on(here, repository.root), tests_on(tree.folder(here), tree.root, repository.root)
         found = side_by_side({f"{_FILE}::{_TEST}"}, ours, theirs, folder=folder / "records", check=tree.check)
         if not found.pairs:
-            why = [*found.ran.unread.values(), *found.ran.failed.values(), "the model records nothing"]
-            raise SideError(f"nothing was compared: {name} does not run at {commit[:10]}: {why[0]}")
+            there = f"at {commit[:10]}"
+            told = [(where, why) for where, ran in (("here", found.here), (there, found.ran)) for why in _why(ran)]
+            where, why = (*told, (there, "the model records nothing"))[0]
+            raise SideError(f"nothing was compared: {name} does not run {where}: {why}")
         (pair,) = found.pairs
         if pair.verdict == "not repeatable":
             where = pair.where_unrepeatable(commit[:10])
             raise SideError(f"nothing was compared: {name} gives other numbers when it runs again {where}")
         return pair
+
+
+def _why(ran: Ran) -> list[str]:
+    return [*ran.unread.values(), *ran.failed.values()]
 
 
 def _test(name: str, inputs: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from pytest_modelprobe.text import count, printable, wrapped
 
 if TYPE_CHECKING:
     from pytest_modelprobe.checks import Outcome
+    from pytest_modelprobe.gate import Repository
 
     from .scanning import ScannedModel
 
@@ -55,6 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     path = Path(options.write) if options.write else None
     if path is not None and path.exists():
         raise ModelProbeError(f"{path} is there already: name another file")
+    base = None if options.base is None else _base(options.base)
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
     from pytest_modelprobe.probe import ModelProbe
 
@@ -67,8 +69,8 @@ def _run(options: argparse.Namespace) -> int:
         try:
             scanned = ScannedModel(load(options.model), probe, inputs)
             _show_inputs(scanned)
-            if options.base is not None:
-                return _run_beside(scanned, options.base)
+            if base is not None:
+                return _run_beside(scanned, options.base, *base)
             findings = _show_record(scanned, options.layers)
             told = ["parameters_used"] if any(line.startswith(NO_GRADIENT) for line in findings) else []
             outcomes = list(_shown(scanned.outcomes(), told))
@@ -93,15 +95,21 @@ def _show_inputs(scanned: ScannedModel) -> None:
     print(_line(f"Inputs: {given or 'none'}{guessed}") + "\n")
 
 
-def _run_beside(scanned: ScannedModel, ref: str) -> int:
-    """Print what is not as at another commit."""
+def _base(ref: str) -> tuple[Repository, str]:
+    """Return the repository of the current folder, and the commit to compare with."""
     from pytest_modelprobe.gate import Repository
+
+    repository = Repository(Path.cwd())
+    return repository, repository.merge_base(ref)
+
+
+def _run_beside(scanned: ScannedModel, ref: str, repository: Repository, commit: str) -> int:
+    """Print what is not as at another commit."""
     from pytest_modelprobe.revisions import VERDICTS, pair_text
 
     from .beside import beside
 
-    repository = Repository(Path.cwd())
-    commit, inputs = repository.merge_base(ref), [*map(str, scanned.inputs)]
+    inputs = [*map(str, scanned.inputs)]
     pair = beside(repository, commit, scanned.target.name, inputs, device=str(scanned.probe.device))
     print(printable(f"Beside {ref} ({commit[:10]}): {VERDICTS[pair.verdict]}"))
     if pair.verdict != "changed":

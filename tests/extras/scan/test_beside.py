@@ -104,6 +104,7 @@ CLOCK = ".mean((2, 3)) + __import__('time').perf_counter()"
         (("class Net", f"{NEWER}\nclass Net"), "vision:Newer", "main",
          "vision:Newer does not run at COMMIT: failed: pytest_modelprobe.exceptions.UsageError: vision has no Newer"),
         (("nn.Linear", "nn.Linear"), "vision:Net", "mian", "there is no revision 'mian' here"),
+        (("nn.Linear", "nn.Linear"), "vision:Net --input=2x9", "main", "vision:Net does not run here: failed: "),
         ((".mean((2, 3))", CLOCK), "vision:Net", "main", "vision:Net gives other numbers when it runs again here\n"),
     ],
 )  # fmt: skip
@@ -111,9 +112,10 @@ def test_what_cannot_be_compared_is_said_in_a_sentence(
     scan: Scan, edited: tuple[str, str], name: str, base: str, why: str
 ) -> None:
     edit(*edited)
-    status, said = scan(name, "--base", base)
+    status, said = scan(*name.split(), "--base", base)
     assert status == 2
     assert why in said
+    assert ("Inputs: " in said) == (base == "main")  # a revision that is not there is said before they are guessed
 
 
 def test_a_folder_without_git_is_refused(pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str]) -> None:
