@@ -440,7 +440,6 @@ EXPLAINED: dict[str, dict[str, str]] = {
     },
     "hubert": {
         "gradient_accumulation": "its CTC loss is a sum over the batch unless it is configured otherwise",
-        "checkpoint_parity": "it writes in place into what a layer gave out, which a reentrant checkpoint forbids",
     },
     "siglip": {
         "padding_invariant": "it pools a text by its last position, masked or not",
