@@ -233,7 +233,7 @@ class Sides:
         option = self._config.option
         if self._repository is None or option.modelprobe_base_python is not None or option.modelprobe_base_all:
             return tests
-        changed = self._repository.changed_files(self._commit)
+        changed = [name for name in self._repository.changed_files(self._commit) if self._differing.get(name) != []]
         self._left_out = {test for test in tests if not is_affected(self._folder, test, changed)}
         return tests - self._left_out
 

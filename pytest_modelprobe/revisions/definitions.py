@@ -11,6 +11,7 @@ import ast
 import contextlib
 import functools
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -150,13 +151,21 @@ def differing(here: bytes, there: bytes, own: Collection[str] = ()) -> set[str]:
 
 
 def differing_definitions(repository: Repository, commit: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each file of Python that differs between a commit and the working tree, with the names that do."""
+    """Yield each file of Python that differs between a commit and the working tree, with the names that do.
+
+    A ``pyproject.toml`` differs in nothing where its part for pytest is as it was: both sides have one environment.
+    """
     for name in repository.changed_files(commit):
         file = repository.root / name
-        if file.suffix == ".py" and file.is_file():
-            there = repository.text_at(commit, file) or ""
-            with contextlib.suppress(SyntaxError, ValueError):
+        there = repository.text_at(commit, file) or ""
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            if file.suffix == ".py":
                 yield name, sorted(differing(file.read_bytes(), there.encode(), Path(name).parts))
+            elif file.name == "pyproject.toml":
+                tools = (tomllib.loads(text).get("tool", {}) for text in (file.read_text("utf-8"), there))
+                ours, theirs = (one.get("pytest") for one in tools)
+                if ours == theirs:
+                    yield name, []
 
 
 class Definitions:

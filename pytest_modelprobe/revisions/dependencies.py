@@ -198,7 +198,8 @@ def _written(folder: Path, test: str) -> dict[str, Any]:
 def is_affected(folder: Path, test: str, changed: Collection[str]) -> bool:
     """Whether a test may depend on one of some files that differ, or it is not known.
 
-    Python files are told apart. Of others a test may depend without opening them from Python, but on documentation.
+    Python files are told apart. On others a test may depend without opening them from Python, but not on documentation
+    and what begins with a dot, as the workflows of GitHub.
 
     Args:
         folder: The folder to which `TestFiles` wrote.
@@ -210,7 +211,9 @@ def is_affected(folder: Path, test: str, changed: Collection[str]) -> bool:
         return True
     known = (".py", *_NO_CODE)
     return any(
-        name in read or PurePosixPath(name).suffix not in known or PurePosixPath(name).name == "conftest.py"
+        name in read
+        or not (name.startswith(".") or PurePosixPath(name).suffix in known)
+        or PurePosixPath(name).name == "conftest.py"
         for name in changed
     )
 

@@ -222,12 +222,15 @@ def test_a_test_that_uses_nothing_that_differs_does_not_run_there(plain: Project
         "Other(nn.Linear):\n    pass",
         "Other(nn.Linear):\n    forward = lambda self, x: 2 * super(Other, self).forward(x)",
     )
+    plain.replace("pyproject.toml", "[tool", '[project]\nname = "net"\nversion = "2"\n\n[tool')
+    plain.write(".github/workflows/test.yml", "on: push\n")
     selected = ["--modelprobe-base=HEAD", "-k", "test_other or test_shared"]
     said = text_of(plain.run(*selected))
     assert "1 test ran 1 model of 1 class: 1 changed; 3 tests not run again, for nothing that they use differs" in said
-    assert "4 tests ran 4 models of 3 classes: 1 changed, 3 the same\n" in text_of(
-        plain.run(*selected, "--modelprobe-base-all")
-    )
+    everything = "4 tests ran 4 models of 3 classes: 1 changed, 3 the same\n"
+    assert everything in text_of(plain.run(*selected, "--modelprobe-base-all"))
+    plain.replace("pyproject.toml", "addopts", 'markers = ["slow"]\naddopts')
+    assert everything in text_of(plain.run(*selected))
 
 
 def test_what_changed_outside_of_the_model_is_shown(plain: Project) -> None:
