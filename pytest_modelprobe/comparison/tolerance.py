@@ -495,6 +495,15 @@ class Comparison:
         known = any(side == "parameter gradient" and change.known for side, change in compared)
         return known and not any(change.differs for _, change in compared)
 
+    @property
+    def hands_on_same_gradients(self) -> bool:
+        """Whether no gradient differs but of the model's outputs, or none that parameters and inputs get."""
+        roots = {(pair.layer, pair.key) for pair in self.calls if pair.outermost}
+        differing = ((place[:2], place[2]) for place, change in self.changes.items() if change.differs)
+        return self.has_same_gradients or all(
+            not side.endswith("gradient") or (side == "gradient" and place in roots) for place, side in differing
+        )
+
     def change(self, layer: str, key: CallKey | None, side: str, path: str) -> ValueChange:
         """Return the change of a value; `UNKNOWN` if it was not compared."""
         return self.changes.get((layer, key, side, path), UNKNOWN)

@@ -260,25 +260,37 @@ def test_a_loss_of_the_same_name_that_computes_otherwise_is_seen_in_the_gradient
     assert cause_text(diagnosis.causes[0]) == "the loss changed: another gradient arrives at the output"
 
 
-def leaky(state: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def leaky(state: Callable[[torch.Tensor], torch.Tensor], inner: Callable[[], nn.Module] = nn.Tanh) -> nn.Module:
     """Return a model that gives out its state beside its output."""
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        voltage = self.fc(x).tanh()
+        voltage = self.inner(x) * 0.9
         return voltage, state(voltage)
 
-    return Variant(forward, fc=nn.Linear(4, 4))
+    return Variant(forward, inner=inner())
+
+
+def with_state(out: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return out[0].square().mean() + out[1].mean()
+
+
+def without_state(out: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return out[0].square().mean()
 
 
 @isolated_and_not
-def test_an_output_that_is_another_one_no_longer_and_hands_the_same_gradients_on_is_no_change(*, alone: bool) -> None:
+@pytest.mark.parametrize("loss", [with_state, without_state])
+@pytest.mark.parametrize(
+    "inner", [nn.Tanh, functools.partial(nn.Linear, 4, 4)], ids=["without_weights", "with_weights"]
+)
+def test_an_output_that_is_another_one_no_longer_and_hands_the_same_gradients_on_is_no_change(
+    *, alone: bool, loss: Any, inner: Callable[[], nn.Module]
+) -> None:
     # norse 56f3365: the state that a neuron returns is no longer the tensor of its output
-    def loss(out: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return out[0].square().mean() + out[1].mean()
-
-    models = [PROBE.build(functools.partial(leaky, state)) for state in (torch.clone, lambda voltage: voltage)]
-    runs = [recorded(model, PROBE.randn(2, 4), loss=loss, alone=alone) for model in models]
-    assert "gradient" in {found.kind for found in compare(*runs).differences}
+    models = [PROBE.build(functools.partial(leaky, state, inner)) for state in (torch.clone, lambda voltage: voltage)]
+    x = PROBE.randn(2, 4).requires_grad_()
+    runs = [recorded(model, x, loss=loss, alone=alone) for model in models]
+    assert {"gradient", "gradient presence"} & {found.kind for found in compare(*runs).differences}
     assert diagnose(compare(*runs)).same
 
 

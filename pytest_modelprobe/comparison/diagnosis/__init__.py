@@ -185,8 +185,10 @@ def _is_unchanged(comparison: Comparison) -> bool:
         return False
     # Inputs are not looked at: a mask may have another dtype and mean the same.
     kinds = {d.kind for d in comparison.found}
-    moved_inside = not kinds.isdisjoint({"output", *_GRADIENTS})
-    return kinds.isdisjoint({"state", *_OTHER_RUN}) and (not moved_inside or comparison.has_same_gradients)
+    if "output" in kinds and not comparison.has_same_gradients:
+        return False
+    same_gradients = kinds.isdisjoint(_GRADIENTS) or comparison.hands_on_same_gradients
+    return same_gradients and kinds.isdisjoint({"state", *_OTHER_RUN})
 
 
 def _output_changes(comparison: Comparison) -> list[ValueChange]:

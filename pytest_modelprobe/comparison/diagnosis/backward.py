@@ -96,8 +96,8 @@ def _first_on_the_way_back(index: ComparisonIndex, *, lost: bool = False) -> Cau
         return None
     if (cut := next(_cut_outputs(index, lost=lost), None)) is not None:
         return cut
-    if index.comparison.has_same_gradients and not lost:
-        return None  # a tensor takes the gradients of other uses, as one that is a copy now; nothing gets others
+    if index.comparison.hands_on_same_gradients and not lost:
+        return None  # an output takes the gradients of other uses, as one that is a copy now; nothing else gets others
     places: list[tuple[int, int, Step, str, str]] = []
     for step in index.steps:
         places += [(step.call.finished, 1, step, "gradient", v.path) for v in _computed_here(index, step)]
@@ -114,7 +114,7 @@ def _first_on_the_way_back(index: ComparisonIndex, *, lost: bool = False) -> Cau
 
 def _cut_outputs(index: ComparisonIndex, *, lost: bool) -> Iterator[Cause]:
     """Yield a cause for each output of the model that gets no gradient any more, or only now, from a random loss."""
-    called = [pair for pair in index.comparison.calls if pair.outermost and _has_random_loss(index)]
+    called = [pair for pair in index.comparison.calls if pair.outermost and has_random_loss(index)]
     for pair, value in ((one, value) for one in called for value in one.actual.outputs):
         change = index.change(pair, "gradient", value.path)
         if change == GONE:
@@ -133,7 +133,7 @@ def _maker(index: ComparisonIndex, step: Step, value: Value) -> tuple[Step, str]
     return step, value.path
 
 
-def _has_random_loss(index: ComparisonIndex) -> bool:
+def has_random_loss(index: ComparisonIndex) -> bool:
     """Whether the loss is the random projection, the same for all models: it gives each output the same gradient."""
     return index.comparison.actual.loss == index.comparison.expected.loss == "random"
 
@@ -144,7 +144,7 @@ def _paired_children(index: ComparisonIndex, step: Step) -> list[Step]:
 
 def _computed_here(index: ComparisonIndex, step: Step) -> list[Value]:
     """Return the outputs of a call that are not seen at a child already; all of the model's if the loss may differ."""
-    loss = step.outermost and not _has_random_loss(index)
+    loss = step.outermost and not has_random_loss(index)
     inner = {value.tensor for child in _paired_children(index, step) * (not loss) for value in child.call.outputs}
     return [value for value in step.call.outputs if value.tensor not in inner]
 
@@ -162,7 +162,7 @@ def _seen_at(index: ComparisonIndex, step: Step, side: str, path: str, change: V
         gradient="of value",
         hints=("no gradient arrives any more",) if change == GONE else (),
     )
-    if side == "gradient" and step.outermost and not _has_random_loss(index):
+    if side == "gradient" and step.outermost and not has_random_loss(index):
         return dataclasses.replace(cause, what="the loss", gradient="of loss")
     if (elsewhere := _arriving_otherwise(index)) is not None:
         return Cause(kind="gradient", layer=step.call.root, what=elsewhere, evidence="propagation", gradient="of loss")

@@ -15,7 +15,7 @@ from pytest_modelprobe.comparison.matching import children, split_place
 from pytest_modelprobe.comparison.tolerance import CallPair, Difference, DifferenceKind
 from pytest_modelprobe.record import CallTree, Layer, Parameter, Record, Step, Value, qualified
 
-from .backward import gradient_differences
+from .backward import gradient_differences, has_random_loss
 from .causes import ABSORBED, SAME_ELEMENTS, Cause, worst_first
 from .computation import response_differences
 from .index import ComparisonIndex, has_same_elements, returns_its_input, value_at
@@ -196,11 +196,12 @@ def is_decisive(index: ComparisonIndex, difference: Difference) -> bool:
     if kind == "input":  # what a layer makes of another input shows in its output
         return pair.outermost
     if kind == "gradient presence":
-        return pair.outermost or not index.comparison.has_same_gradients
+        by_code = pair.outermost and has_random_loss(index)
+        return by_code or not index.comparison.hands_on_same_gradients
     if kind in ("output", "gradient") and all(map(returns_its_input, layers)):
         return False  # an identity, or dropout, that is called in another place
     # Another tensor of the same numbers takes the gradients of some uses, and all parameters get the same.
-    here = index.comparison.has_same_gradients or value_at(pair.actual.inputs, difference.what) is not None
+    here = index.comparison.hands_on_same_gradients or value_at(pair.actual.inputs, difference.what) is not None
     return kind != "gradient" or not here
 
 
