@@ -39,6 +39,8 @@ class Extra:
     """Attribute of `trainers` → its module."""
     exporters: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `report.exporters` → its module."""
+    explanations: Mapping[str, str] = field(default_factory=dict)
+    """Name → ``module:function`` that takes a diagnosis and its two records, and returns sentences on the causes."""
     comparison: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `comparison` → its module."""
     probe: Mapping[str, str] = field(default_factory=dict)
@@ -89,6 +91,11 @@ class _Member:
 
     def __get__(self, instance: object, owner: type) -> Any:
         return imported(self._place, self._name).__get__(instance, owner)
+
+
+def explained(*given: Any) -> list[str]:
+    """Return the sentences of extras on the causes of a diagnosis, given it and its two records."""
+    return [line for name, place in modules("explanations").items() for line in imported(place, name)(*given)]
 
 
 def attach(owner: type, door: str) -> None:

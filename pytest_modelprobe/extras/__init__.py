@@ -17,6 +17,7 @@ EXTRAS = {
         exporters=dict.fromkeys(["GROUP", "Exporter", "exporter", "readings", "scalars"], "export"),
     ),
     "mutation": Extra(plugin="plugin"),
+    "operations": Extra(explanations={"first_operations": "explanation"}),
     "pictures": Extra(
         names={"assert_attends_to": "drawing"},
         probe=dict.fromkeys(["feature_maps", "grad_cam", "plot_distributions", "plot_gradients"], "drawing"),

@@ -56,7 +56,7 @@ from pytest_modelprobe.record import (
 )
 
 from . import noise
-from .isolation import IsolationOptions, Key, Repeat, doubtful, in_float64, isolate_repeatedly, noisy
+from .isolation import IsolationOptions, Key, Repeat, Within, doubtful, in_float64, isolate_repeatedly, noisy
 from .loss import Loss, NoGradientError, detaching_call, loss_of
 from .noise import InFloat32
 from .origin import find_gradient_origin, find_origin
@@ -156,8 +156,9 @@ class Run:
         with self._started(None if request.only else record) as start:
             if start.obstacle is not None:
                 return with_note(record, f"no layer was called alone: {start.obstacle}")
-            (responses,) = self._isolate(record, request, [(None, "all")], start)
-            if self._is_exact and (only := doubtful(responses, responses_of(request.like))):
+            how: Repeat = (None, "all") if request.within is None else (in_float64, "outputs")
+            (responses,) = self._isolate(record, request, [how], start)
+            if request.within is None and self._is_exact and (only := doubtful(responses, responses_of(request.like))):
                 with contextlib.suppress(Exception):  # models may fail in another dtype
                     some = dataclasses.replace(request, only=only)
                     (exact,) = self._isolate(record, some, [(in_float64, "all")], start)
@@ -282,6 +283,7 @@ class Run:
             expected={(layer.name, call.index): call for layer, call in expected},
             names=request.names,
             gradient=self.loss is not None,
+            within=request.within,
         )
         with self._prepared(start=start):
             return isolate_repeatedly(self.model, self._forward, repeats, options, each)
@@ -475,6 +477,7 @@ class IsolationRequest:
     names: NamesBefore | None = None
     only: Collection[str] | None = None
     own_arguments: bool = False
+    within: Within | None = None
 
 
 class Isolating(Protocol):
@@ -509,13 +512,14 @@ class WeakLiveRun(Generic[S]):
         only: Collection[str] | None = None,
         *,
         own_arguments: bool = False,
+        within: Within | None = None,
     ) -> Record:
         """Fill in the isolated response of each call."""
         source = self._source()
         if source is None:
             found = with_note(record, f"no layer was called alone: {self._gone}")
         else:
-            found = source.isolated(record, IsolationRequest(like or record, names, only, own_arguments))
+            found = source.isolated(record, IsolationRequest(like or record, names, only, own_arguments, within))
         return with_live_run(found, self)
 
     def measured(self, record: Record) -> Record:
