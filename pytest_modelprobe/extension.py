@@ -40,7 +40,7 @@ class Extra:
     exporters: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `report.exporters` → its module."""
     explanations: Mapping[str, str] = field(default_factory=dict)
-    """Name → ``module:function`` that takes a diagnosis and its two records, and returns sentences on the causes."""
+    """What is explained → ``module:function`` that returns sentences on it; see `explained`."""
     comparison: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `comparison` → its module."""
     probe: Mapping[str, str] = field(default_factory=dict)
@@ -93,9 +93,10 @@ class _Member:
         return imported(self._place, self._name).__get__(instance, owner)
 
 
-def explained(*given: Any) -> list[str]:
-    """Return the sentences of extras on the causes of a diagnosis, given it and its two records."""
-    return [line for name, place in modules("explanations").items() for line in imported(place, name)(*given)]
+def explained(what: str, *given: Any) -> list[str]:
+    """Return what an extra says of a ``diagnosis`` or ``pair`` of calls, given it and the two records; else nothing."""
+    place = modules("explanations").get(what)
+    return [] if place is None else list(imported(place, what)(*given))
 
 
 def attach(owner: type, door: str) -> None:

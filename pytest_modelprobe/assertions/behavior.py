@@ -149,7 +149,7 @@ def assert_same_behavior(
                 found = alone()
     diagnosis = diagnose(found)
     if not diagnosis.same:
-        steps = explained(diagnosis, mine, theirs)
+        steps = explained("diagnosis", diagnosis, mine, theirs)
         steps += ["Look at the first cause; `keep=` with its layer in both runs gives the tensors to look at."]
         if structure:
             steps.append(

@@ -17,7 +17,9 @@ EXTRAS = {
         exporters=dict.fromkeys(["GROUP", "Exporter", "exporter", "readings", "scalars"], "export"),
     ),
     "mutation": Extra(plugin="plugin"),
-    "operations": Extra(explanations={"first_operations": "explanation"}),
+    "operations": Extra(
+        explanations={"diagnosis": "explanation:of_diagnosis", "pair": "explanation:of_pair"},
+    ),
     "pictures": Extra(
         names={"assert_attends_to": "drawing"},
         probe=dict.fromkeys(["feature_maps", "grad_cam", "plot_distributions", "plot_gradients"], "drawing"),

@@ -139,6 +139,9 @@ class LiveRun(Protocol):
             within: Takes the layer and the index of a call, and returns a context in which it runs, in float64.
         """
 
+    def again(self, record: Record, within: Callable[[Any], AbstractContextManager[object]]) -> None:
+        """Run the forward once more, if it can be, in a context that ``within`` makes for the model."""
+
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""
 

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -192,6 +192,13 @@ class Run:
             except Exception:  # noqa: BLE001 - whatever a model raises that counts its forwards
                 return True
         return noise.first_difference(record, again) is None
+
+    def again(self, record: Record, within: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+        """Run the forward once more, if it can be; see `LiveRun`."""
+        with self._started(record) as start:
+            if start.obstacle is None:
+                with self._prepared(start=start), within(self.model), interruptible():
+                    self._forward()
 
     def varied(self, record: Record) -> Record | None:
         """Return the record of the step with other random numbers, and numbers for parameters that are zero.
@@ -522,6 +529,9 @@ class WeakLiveRun(Generic[S]):
             found = source.isolated(record, IsolationRequest(like or record, names, only, own_arguments, within))
         return with_live_run(found, self)
 
+    def again(self, record: Record, within: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+        """Run the forward once more, if it can be."""
+
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""
         return record
@@ -537,6 +547,11 @@ class WeakLiveRun(Generic[S]):
 
 class LiveRunOfRun(WeakLiveRun[Run]):
     """The `LiveRun` of the record of a run."""
+
+    def again(self, record: Record, within: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+        """Run the forward once more, if it can be."""
+        if (run := self._source()) is not None:
+            run.again(record, within)
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""

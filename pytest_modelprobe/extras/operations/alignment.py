@@ -31,39 +31,39 @@ def first_difference(actual: Sequence[Step], expected: Sequence[Step]) -> str | 
     """Return the first operations that differ in two streams, in words, or `None` if that cannot be told.
 
     Tensors are equal if their elements are, in this order. If that tells nothing, as of implementations with other
-    layouts, it is enough that they have equal elements in some order.
+    layouts, it is enough that they have equal elements in some order, up to two operations that take the same.
     """
     for in_order in (True, False):
         a, e = (list(_differing(*both, in_order)) for both in ((actual, expected), (expected, actual)))
-        if said := _said(a, e, in_order):
+        takes_same = bool(a and e) and _are_equal(a[0], e[0])
+        if (in_order or takes_same) and (said := _said(a, e, takes_same=takes_same)):
             return said
     return None
 
 
-def _said(a: Sequence[Step], e: Sequence[Step], in_order: bool) -> str | None:
+def _said(a: Sequence[Step], e: Sequence[Step], *, takes_same: bool) -> str | None:
     """Return the first operations in words, given those that differ of the actual and of the expected."""
     if not (a or e):
         return None
-    takes_same = bool(a and e) and _are_equal(a[0], e[0], in_order)
     if a and e and a[0].function == e[0].function and takes_same:
-        return _pair(a[0], e[0], takes_same)
+        return _pair(a[0], e[0], takes_same=takes_same)
     for some, others, what in ((a, e, "missing"), (e, a, "new")):
         if run := _left_out(some, others):
             more = f"the first of {len(run)} operations that are" if len(run) > 1 else "which is"
             return f"{run[0].operation}, {more} {what}"
     following = [[step.function for step in side[1 : 1 + _ALIKE]] for side in (a, e)]
     if takes_same and following[0] == following[1] and len(following[0]) == _ALIKE:
-        return _pair(a[0], e[0], takes_same)
+        return _pair(a[0], e[0], takes_same=takes_same)
     while min(len(a), len(e)) > 1 and a[-1].function == e[-1].function:
         a, e = a[:-1], e[:-1]
     if len(a) == len(e):
-        return _pair(a[0], e[0], takes_same)
+        return _pair(a[0], e[0], takes_same=takes_same)
     if len(e) == 1:
         return f"{a[0].operation}, the first of {len(a)} operations in place of {e[0].operation}"
     return f"{a[0].operation}, in place of {len(e)} operations from {e[0].operation} on" if len(a) == 1 else None
 
 
-def _pair(a: Step, e: Step, takes_same: bool) -> str:
+def _pair(a: Step, e: Step, *, takes_same: bool) -> str:
     elsewhere = a.operation != e.operation
     if takes_same or a.operation.name != e.operation.name:
         return f"{a.operation}{f', not {e.operation}' if elsewhere else ''}"
@@ -140,8 +140,9 @@ def _is_equal(one: Numbers, other: Numbers, in_order: bool) -> bool:
     return same_kind and _is_among(one, np.array([_vector(other, in_order)]), in_order)
 
 
-def _are_equal(a: Step, e: Step, in_order: bool) -> bool:
-    equal = functools.partial(_is_equal, in_order=in_order)
+def _are_equal(a: Step, e: Step) -> bool:
+    """Whether two operations take equal tensors."""
+    equal = functools.partial(_is_equal, in_order=True)
     return len(a.takes) == len(e.takes) and all(map(equal, a.takes, e.takes))
 
 

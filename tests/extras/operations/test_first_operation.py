@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -157,3 +158,27 @@ def test_a_watch_is_looked_at_too(modelprobe):
         records.append(watch)
     with pytest.raises(AssertionError, match=r"First operation that differs: torch\.Tensor\.div\(2\)"):
         assert_same_behavior(*records, structure=False)
+
+
+class Written(nn.Module):
+    def __init__(self, eps=1e-5):
+        super().__init__()
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8)), eps
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
+
+
+def test_a_pair_of_two_implementations(modelprobe):
+    port = nn.Sequential(nn.Linear(8, 8), Written(eps=1e-2), nn.ReLU())
+    reference = nn.Sequential(OrderedDict(fc=nn.Linear(8, 8), norm=nn.LayerNorm(8), act=nn.ReLU()))
+    reference.fc.load_state_dict(port[0].state_dict())
+    x = modelprobe.randn(4, 8)
+    with pytest.raises(AssertionError) as error:
+        assert_same_behavior(modelprobe.run(port, x), modelprobe.run(reference, x), pair="structure")
+    text = str(error.value)
+    assert text.startswith("layer '1' (Written) does not compute what norm does: ")
+    first = f"torch.Tensor.mean(-1, keepdim=True) at {line(Written.forward, 1)}"
+    in_place = "the first of 8 operations in place of torch.nn.functional.layer_norm(8)"
+    assert f"First operation that differs: {first}, {in_place}" in text
