@@ -94,7 +94,12 @@ class _Member:
 
 
 def explained(what: str, *given: Any) -> list[str]:
-    """Return what an extra says of a ``diagnosis`` or ``pair`` of calls, given it and the two records; else nothing."""
+    """Return what an extra says of something that it can explain, as texts; nothing without the extra.
+
+    Args:
+        what: ``diagnosis``, ``pair`` of calls, ``record``, or ``pair of records``.
+        given: The arguments of the function of the extra.
+    """
     place = modules("explanations").get(what)
     return [] if place is None else list(imported(place, what)(*given))
 

@@ -18,7 +18,12 @@ EXTRAS = {
     ),
     "mutation": Extra(plugin="plugin"),
     "operations": Extra(
-        explanations={"diagnosis": "explanation:of_diagnosis", "pair": "explanation:of_pair"},
+        explanations={
+            "diagnosis": "explanation:of_diagnosis",
+            "pair": "explanation:of_pair",
+            "record": "explanation:streams",
+            "pair of records": "explanation:of_streams",
+        },
     ),
     "pictures": Extra(
         names={"assert_attends_to": "drawing"},

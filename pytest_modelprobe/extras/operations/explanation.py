@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from pytest_modelprobe.comparison import Diagnosis
+from pytest_modelprobe.comparison import Comparison, Diagnosis
 from pytest_modelprobe.models import Layers, run_eagerly
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import Record, codec
 from pytest_modelprobe.runs import in_float32
 from pytest_modelprobe.text import pattern
 
@@ -31,42 +32,80 @@ def of_diagnosis(diagnosis: Diagnosis, actual: Record, expected: Record) -> Iter
         actual: The record of a model that is there.
         expected: The record of the other model.
     """
-    code = (cause for cause in diagnosis.causes if cause.kind == "computation" and cause.changes_code)
-    types = diagnosis.comparison.actual.layers
-    layers = {(pattern(cause.layer), types[cause.layer].type): cause.layer for cause in reversed([*code])}
-    for layer in [*reversed(layers.values())][:_MOST]:
-        if said := _of_layer(layer, diagnosis, actual, expected):
-            where = f" in {types[layer].label}" if len(layers) > 1 else ""
-            yield f"First operation that differs{where}: {said}."
+    found, before = diagnosis.comparison, diagnosis.comparison.names_before.layers
+    layers = [layer for layer, _ in _layers(diagnosis)]
+    if actual.live_run is not None and expected.live_run is not None and layers:
+        here, there = _Recorders(), _Recorders()
+        names = found.names_before
+        actual.live_run.isolated(actual, like=found.expected, names=names, only=layers, within=here)
+        expected.live_run.isolated(expected, only=[before.get(one, one) for one in layers], within=there)
+        yield from _sentences(diagnosis, here.steps(), there.steps())
 
 
-def _of_layer(layer: str, diagnosis: Diagnosis, actual: Record, expected: Record) -> str | None:
-    """Return the first difference between the operations of a layer, called alone on both sides."""
-    found, names = diagnosis.comparison, diagnosis.comparison.names_before
-    now, then = actual.live_run, expected.live_run
-    if now is None or then is None:
-        return None
-    here, there = _Recorders(), _Recorders()
-    before = names.layers.get(layer, layer)
-    now.isolated(actual, like=found.expected, names=names, only=[layer], within=here)
-    then.isolated(expected, only=[before], within=there)
-    for (_, call), recorder in here.first.items():
-        other = there.first.get((before, call))
-        if other is not None and (said := first_difference(recorder.steps(), other.steps())):
-            return said
-    return None
+def streams(record: Record, found: Comparison | None = None) -> Iterator[str]:
+    """Yield the operations of the first layer of each kind, as JSON.
+
+    Args:
+        record: The record of a model that is there.
+        found: The comparison with the record that has the recipes of the synthetic tensors, if there is one.
+    """
+    first: dict[tuple[str, str], str] = {}
+    for layer in record.layers.values():
+        first.setdefault((pattern(layer.name), layer.type), layer.name)
+    if record.live_run is not None:
+        recorders, only = _Recorders(), [*first.values()]
+        if found is None:
+            record.live_run.isolated(record, only=only, own_arguments=True, within=recorders)
+        else:
+            names = found.names_before
+            record.live_run.isolated(record, like=found.expected, names=names, only=only, within=recorders)
+        yield json.dumps({layer: codec.encode(steps) for layer, steps in recorders.steps().items()})
+
+
+def of_streams(diagnosis: Diagnosis, actual: Sequence[str], expected: Sequence[str]) -> Iterator[str]:
+    """Yield what `of_diagnosis` does, of what `streams` returned for both sides."""
+    for mine, theirs in zip(actual, expected, strict=False):
+        here, there = (
+            {layer: codec.decode(tuple[Step, ...], steps) for layer, steps in json.loads(text).items()}
+            for text in (mine, theirs)
+        )
+        yield from _sentences(diagnosis, here, there)
+
+
+_Streams = Mapping[str, tuple[Step, ...]]
+"""The operations of the first call of each layer."""
+
+
+def _layers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Return the layers whose own code is a cause, of repeated ones the first, with their labels."""
+    layers = diagnosis.comparison.actual.layers
+    found: dict[tuple[str, str], str] = {}
+    for cause in diagnosis.causes:
+        if cause.kind == "computation" and cause.changes_code and cause.layer in layers:
+            found.setdefault((pattern(cause.layer), layers[cause.layer].type), cause.layer)
+    return [(layer, layers[layer].label) for layer in [*found.values()][:_MOST]]
+
+
+def _sentences(diagnosis: Diagnosis, here: _Streams, there: _Streams) -> Iterator[str]:
+    before, layers = diagnosis.comparison.names_before.layers, _layers(diagnosis)
+    for layer, label in layers:
+        if said := first_difference(here.get(layer, ()), there.get(before.get(layer, layer), ())):
+            yield f"First operation that differs{f' in {label}' if len(layers) > 1 else ''}: {said}."
 
 
 class _Recorders:
-    """Makes a recorder for each call. The first is kept, of a call that is made several times."""
+    """Makes a recorder for each call of a layer, and keeps the first."""
 
     def __init__(self) -> None:
-        self.first: dict[tuple[str, int], Recorder] = {}
+        self._first: dict[str, Recorder] = {}
 
     def __call__(self, call: tuple[str, int]) -> Recorder:
         recorder = Recorder()
-        self.first.setdefault(call, recorder)
+        self._first.setdefault(call[0], recorder)
         return recorder
+
+    def steps(self) -> _Streams:
+        return {layer: recorder.steps() for layer, recorder in self._first.items()}
 
 
 def of_pair(pair: tuple[tuple[str, int], tuple[str, int]], actual: Record, expected: Record) -> Iterator[str]:

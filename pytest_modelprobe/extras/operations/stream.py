@@ -88,14 +88,14 @@ class Recorder(TorchFunctionMode):
         self._known += [(tuple(tensor.shape), hasattr(tensor, "_modelprobe_kind")) for tensor in tensors]
         self._reduced += [statistics.reduce(_logarithms(tensor)) for tensor in tensors]
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> tuple[Step, ...]:
         """Return what was noted."""
         readings = statistics.collect(self._reduced)
         numbers = (Numbers(*known, reading) for known, reading in zip(self._known, readings, strict=True))
-        return [
+        return tuple(
             Step(name, operation, *(tuple(next(numbers) for _ in range(size)) for size in sizes))
             for name, operation, *sizes in self._noted
-        ]
+        )
 
 
 def _logarithms(tensor: Tensor) -> Tensor:
