@@ -97,7 +97,7 @@ def explained(what: str, *given: Any) -> list[str]:
     """Return what an extra says of something that it can explain, as texts; nothing without the extra.
 
     Args:
-        what: ``diagnosis``, ``pair`` of calls, ``record``, or ``pair of records``.
+        what: ``diagnosis``, ``pair`` of calls, ``record``, ``pair of records``, or ``run`` that does not repeat.
         given: The arguments of the function of the extra.
     """
     place = modules("explanations").get(what)

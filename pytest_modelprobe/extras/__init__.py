@@ -23,6 +23,7 @@ EXTRAS = {
             "pair": "explanation:of_pair",
             "record": "explanation:streams",
             "pair of records": "explanation:of_streams",
+            "run": "explanation:of_run",
         },
     ),
     "pictures": Extra(

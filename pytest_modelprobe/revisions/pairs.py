@@ -115,8 +115,11 @@ class Written:
     ) -> Written:
         """Return the same with another record."""
         evidence = self.evidence if evidence is None else evidence
-        options = {"own_paths": self._own_paths, "explained": self.explained if explained is None else explained}
-        return Written(self.test, self.key, record, self.sources, evidence, only=only, **options)
+        explained = self.explained if explained is None else explained
+        own = self._own_paths
+        return Written(
+            self.test, self.key, record, self.sources, evidence, only=only, own_paths=own, explained=explained
+        )
 
     def write(self, folder: Path, *, equal: Path | None = None) -> None:
         """Write the record into a folder of records.

@@ -34,7 +34,7 @@ def first_difference(actual: Sequence[Step], expected: Sequence[Step]) -> str | 
     layouts, it is enough that they have equal elements in some order, up to two operations that take the same.
     """
     for in_order in (True, False):
-        a, e = (list(_differing(*both, in_order)) for both in ((actual, expected), (expected, actual)))
+        a, e = (list(differing(*both, in_order=in_order)) for both in ((actual, expected), (expected, actual)))
         takes_same = bool(a and e) and _are_equal(a[0], e[0])
         if (in_order or takes_same) and (said := _said(a, e, takes_same=takes_same)):
             return said
@@ -84,7 +84,7 @@ def _left_out(some: Sequence[Step], others: Sequence[Step]) -> list[Step]:
     return run[0] if run and not left else []
 
 
-def _differing(steps: Sequence[Step], other: Sequence[Step], in_order: bool) -> Iterator[Step]:
+def differing(steps: Sequence[Step], other: Sequence[Step], *, in_order: bool = True) -> Iterator[Step]:
     """Yield the operations with results that the other side does not have, from the first that takes what it has.
 
     Where all that is computed from a result is known to the other side again, it is no difference.

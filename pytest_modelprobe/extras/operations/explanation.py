@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from pytest_modelprobe.record import Record, codec
 from pytest_modelprobe.runs import in_float32
 from pytest_modelprobe.text import pattern
 
-from .alignment import first_difference
+from .alignment import differing, first_difference
 from .stream import Recorder, Step
 
 _MOST = 3
@@ -144,3 +144,14 @@ def _of_call(layer: str, index: int, record: Record) -> Sequence[Step]:
         with contextlib.suppress(Exception):  # a model may fail in another dtype
             record.live_run.again(record, within)
     return recorders[index].steps() if index < len(recorders) else []
+
+
+def of_run(run: Callable[[], object]) -> Iterator[str]:
+    """Yield a sentence with the first operation whose result differs when a run is repeated."""
+    recorders = [Recorder(), Recorder()]
+    for recorder in recorders:
+        with recorder:
+            run()
+    first = next(differing(*(recorder.steps() for recorder in recorders)), None)
+    if first is not None:
+        yield f"The first operation whose result differs: {first.operation}."

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pytest_modelprobe import assert_same_behavior
+from pytest_modelprobe import assert_same_behavior, checks
 from pytest_modelprobe.comparison import compare
 
 transformers = pytest.importorskip("transformers")
@@ -182,3 +182,20 @@ def test_a_pair_of_two_implementations(modelprobe):
     first = f"torch.Tensor.mean(-1, keepdim=True) at {line(Written.forward, 1)}"
     in_place = "the first of 7 operations in place of torch.nn.functional.layer_norm(8)"
     assert f"First operation that differs: {first}, {in_place}" in text
+
+
+class Noise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        memory = torch.empty(x.shape)  # what it holds at first differs too, and has no effect
+        return memory.copy_(x) + torch.rand(x.shape, generator=self.generator)
+
+
+def test_a_run_that_does_not_repeat(modelprobe):
+    with pytest.raises(AssertionError) as error:
+        checks.deterministic(modelprobe, nn.Sequential(nn.Linear(8, 8), Noise()), modelprobe.randn(4, 8))
+    operation = f"torch.rand(4, 8, generator=Generator) at {line(Noise.forward, 2)}"
+    assert f"The first operation whose result differs: {operation}. Look for a random generator" in str(error.value)
