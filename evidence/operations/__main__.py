@@ -1,4 +1,4 @@
-"""Whether the operation and the line of a change are named: 50 edits of the source of models of transformers.
+"""Whether the operation and the line of a change are named: 76 edits of the source of models of transformers.
 
     python evidence/operations          # all, and writes RESULTS.md beside this
     python evidence/operations llama    # one model
@@ -15,13 +15,14 @@ import collections
 import importlib
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import transformers
-from edits import EDITS, Edit
+from edits import EDITS, HELD_OUT, Edit
 
 from pytest_modelprobe import ModelProbe, assert_same_behavior
 
@@ -52,6 +53,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**_LLAMA, "num_local_experts": 4, "experts_implementation": "eager"}),
     "mamba": ("Mamba", {**_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
     "gemma2": ("Gemma2", _LLAMA),
+    "distilbert": ("DistilBert", {**_TEXT, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}),
+    "opt": ("OPT", {**_TEXT, **_LAYERS, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "falcon": ("Falcon", {**_TEXT, **_LAYERS}),
+    "dinov2": ("Dinov2", {**_LAYERS, **_IMAGE, "patch_size": 8}),
+    "segformer": ("Segformer", {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "strides": [4, 2],
+                                "hidden_sizes": [16, 32], "patch_sizes": [7, 3], "num_attention_heads": [2, 4],
+                                "mlp_ratios": [2, 2]}),
+    "convnextv2": ("ConvNextV2", {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2}),
+    "qwen3": ("Qwen3", _LLAMA),
+    "cohere": ("Cohere", _LLAMA),
+    "phi": ("Phi", {**_TEXT, **_LAYERS}),
+    "deberta_v2": ("DebertaV2", {**_TEXT, **_LAYERS, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
+                                 "max_position_embeddings": 32}),
+    "poolformer": ("PoolFormer", {"num_encoder_blocks": 2, "depths": [1, 1], "strides": [4, 2], "padding": [2, 1],
+                                  "hidden_sizes": [16, 32], "patch_sizes": [7, 3], "layer_scale_init_value": 0.1}),
+    "roformer": ("RoFormer", {**_TEXT, **_LAYERS, "embedding_size": 32}),
     "bloom": ("Bloom", {**_TEXT, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
 }  # fmt: skip
 """Folder → the class without ``Model``, and its configuration."""
@@ -59,7 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def inputs_of(name: str, probe: ModelProbe) -> dict[str, torch.Tensor]:
     """Return what a model is called with. Of text a part is padding."""
-    if name in ("vit", "convnext", "swin", "resnet"):
+    if name in ("vit", "convnext", "swin", "resnet", "dinov2", "segformer", "convnextv2", "poolformer"):
         return {"pixel_values": probe.randn(2, 3, 32, 32)}
     ids = probe.randint(3, 100, (2, 12))
     if name == "whisper":
@@ -116,11 +133,10 @@ def is_right(edit: Edit, place: str, said: str) -> bool:
     return named is not None and taken_away == edit.operation.startswith("-")
 
 
-def main(only: list[str]) -> None:
+def table(edits: Iterable[Edit], title: str) -> list[str]:
+    """Return the part of the page on some edits."""
     counts, rows = collections.Counter[str](), []
-    for edit in EDITS:
-        if only and edit.model not in only:
-            continue
+    for edit in edits:
         verdict, place, said = answer(edit)
         counts[verdict] += 1
         cells = (verdict, place, f"{edit.old} → {edit.new}", edit.operation, said)
@@ -128,14 +144,16 @@ def main(only: list[str]) -> None:
         rows.append(f"| {row} |")
         print(rows[-1], flush=True)
     total = ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common())
-    print(total)
+    head = ["| verdict | line of the edit | edit | operation | what is said |", "|---|---|---|---|---|"]
+    return [f"## {title}", "", f"{len(rows)} edits: {total}.", "", *head, *rows, ""]
+
+
+def main(only: list[str]) -> None:
+    page = ["# Operations", "", f"torch {torch.__version__}, transformers {transformers.__version__}.", ""]
+    for title, edits in (("Edits", EDITS), ("Held out", HELD_OUT)):
+        page += table([edit for edit in edits if not only or edit.model in only], title)
     if not only:
-        head = (__doc__ or "").replace("    python", "- `python").strip()
-        del head
-        table = ["| verdict | line of the edit | edit | operation | what is said |", "|---|---|---|---|---|", *rows]
-        versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-        text = "\n".join([f"# Operations\n\n{len(rows)} edits: {total}; {versions}.\n", *table])
-        RESULTS.write_text(f"{text}\n", "utf-8")
+        RESULTS.write_text("\n".join(page), "utf-8")
 
 
 if __name__ == "__main__":

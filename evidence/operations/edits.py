@@ -199,3 +199,99 @@ EDITS = (
         "baddbmm",
     ),
 )
+
+HELD_OUT = (
+    # --- DistilBERT
+    Edit("distilbert", "def eager_", "softmax(attn_weights, dim=-1)", "softmax(attn_weights, dim=0)", "softmax"),
+    Edit("distilbert", "def eager_", "matmul(attn_weights, value)", "matmul(attn_weights.square(), value)", "square"),
+    # --- OPT
+    Edit(
+        "opt", "class OPTAtt", "q_proj(hidden_states) * self.scaling", "q_proj(hidden_states) * self.scaling**2", "mul"
+    ),
+    Edit("opt", "class OPTLearned", "forward(position_ids + self.offset)", "forward(position_ids + 1)", "add"),
+    Edit("opt", "class OPTDecoderLayer", "residual + hidden_states", "residual * hidden_states", "mul"),
+    # --- Falcon
+    Edit("falcon", "def rotate_half", "torch.cat((-x2, x1), dim=-1)", "torch.cat((x1, -x2), dim=-1)", "cat"),
+    Edit("falcon", "def dropout_add", "out = residual + out", "out = residual - out", "sub"),
+    # --- DINOv2
+    Edit("dinov2", "class Dinov2LayerScale", "* self.lambda1", "* self.lambda1.abs().sqrt()", "abs"),
+    Edit(
+        "dinov2", "class Dinov2Patch", ".flatten(2).transpose(1, 2)", ".flatten(2).roll(1, -1).transpose(1, 2)", "roll"
+    ),
+    # --- SegFormer
+    Edit(
+        "segformer",
+        "class SegformerDepthWiseConv",
+        "hidden_states.transpose(1, 2).view(batch_size, num_channels, height, width)",
+        "hidden_states.transpose(1, 2).reshape(batch_size, num_channels, width, height).transpose(2, 3)",
+        "transpose",
+    ),
+    Edit(
+        "segformer",
+        "self.sequence_reduction = nn.Conv2d",
+        "hidden_states.transpose(1, 2).reshape(batch_size, num_channels, height, width)",
+        "hidden_states.reshape(batch_size, num_channels, height, width)",
+        "-transpose",
+    ),
+    # --- ConvNeXt V2
+    Edit("convnextv2", "class ConvNextV2GRN", "ord=2", "ord=1", "vector_norm"),
+    Edit("convnextv2", "class ConvNextV2GRN", "mean(dim=-1, keepdim=True)", "mean(dim=1, keepdim=True)", "mean"),
+    # --- Qwen3
+    Edit("qwen3", "class Qwen3RMSNorm", "mean(-1, keepdim=True)", "mean(-2, keepdim=True)", "mean"),
+    Edit("qwen3", "def apply_rotary", "(rotate_half(k) * sin)", "(rotate_half(k) * cos)", "mul"),
+    # --- Cohere
+    Edit(
+        "cohere", "def rotate_half", "torch.stack([-x2, x1], dim=-1).flatten(-2)", "torch.cat([-x2, x1], dim=-1)", "cat"
+    ),
+    Edit(
+        "cohere",
+        "class CohereDecoderLayer",
+        "hidden_states_attention + hidden_states_mlp",
+        "hidden_states_attention",
+        "-add",
+    ),
+    Edit("cohere", "class CohereLayerNorm", "(hidden_states - mean).pow(2)", "hidden_states.pow(2)", "pow"),
+    # --- Phi
+    Edit("phi", "class PhiAttention", "torch.cat((query_rot, query_pass)", "torch.cat((query_pass, query_rot)", "cat"),
+    Edit("phi", "class PhiDecoderLayer", "feed_forward_hidden_states + residual", "feed_forward_hidden_states", "-add"),
+    # --- DeBERTa V2
+    Edit(
+        "deberta_v2",
+        "class DisentangledSelf",
+        "scale.to(dtype=query_layer.dtype)",
+        "scale.to(dtype=query_layer.dtype).square()",
+        "square",
+    ),
+    Edit(
+        "deberta_v2",
+        "class DisentangledSelf",
+        "masked_fill(~(attention_mask)",
+        "masked_fill((attention_mask)",
+        "-invert",
+    ),
+    # --- PoolFormer
+    Edit(
+        "poolformer",
+        "class PoolFormerPooling",
+        "self.pool(hidden_states) - hidden",
+        "self.pool(hidden_states) + hidden",
+        "add",
+    ),
+    Edit(
+        "poolformer",
+        "class PoolFormerLayer",
+        "hidden_states + self.drop_path(scaled_op)",
+        "scaled_op + self.drop_path(scaled_op)",
+        "add",
+    ),
+    # --- RoFormer
+    Edit("roformer", "def apply_rotary", "torch.stack([sin, sin], dim=-1)", "torch.cat([sin, sin], dim=-1)", "cat"),
+    Edit(
+        "roformer",
+        "class RoFormerSelfAttention",
+        "softmax(attention_scores, dim=-1)",
+        "softmax(attention_scores.tanh(), dim=-1)",
+        "tanh",
+    ),
+)
+"""Edits of other models, written when the code was done and before the first run of them."""

@@ -104,7 +104,7 @@ def _gradient_origin(prepared: PreparedModel, mode: Literal["eval", "train"]) ->
         return None
 
 
-_NOT_SEEDED = "Look for a random generator of its own, the clock, uninitialized memory, or state that it keeps of its last forward."
+_NOT_SEEDED = "Look for a random generator of its own, the clock, uninitialized memory, or state of its last forward."
 
 
 @check
