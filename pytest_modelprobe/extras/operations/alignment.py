@@ -24,6 +24,9 @@ _ROUNDING = 1e-9
 _ALIKE = 3
 """How many operations have to follow alike, so that the two before them are taken for each other."""
 
+_MOST = 10
+"""At most so many operations come, go, or stand for one. More are another order of the code."""
+
 _Key = tuple[object, ...]
 
 
@@ -48,7 +51,7 @@ def _said(a: Sequence[Step], e: Sequence[Step], *, takes_same: bool) -> str | No
     if a and e and a[0].function == e[0].function and takes_same:
         return _pair(a[0], e[0], takes_same=takes_same)
     for some, others, what in ((a, e, "missing"), (e, a, "new")):
-        if run := _left_out(some, others):
+        if 0 < len(run := _left_out(some, others)) <= _MOST:
             more = f"the first of {len(run)} operations that are" if len(run) > 1 else "which is"
             return f"{run[0].operation}, {more} {what}"
     following = [[step.function for step in side[1 : 1 + _ALIKE]] for side in (a, e)]
@@ -56,8 +59,10 @@ def _said(a: Sequence[Step], e: Sequence[Step], *, takes_same: bool) -> str | No
         return _pair(a[0], e[0], takes_same=takes_same)
     while min(len(a), len(e)) > 1 and a[-1].function == e[-1].function:
         a, e = a[:-1], e[:-1]
-    if len(a) == len(e):
+    if len(a) == len(e) and (len(a) == 1 or takes_same):
         return _pair(a[0], e[0], takes_same=takes_same)
+    if max(len(a), len(e)) > _MOST:
+        return None
     if len(e) == 1:
         return f"{a[0].operation}, the first of {len(a)} operations in place of {e[0].operation}"
     return f"{a[0].operation}, in place of {len(e)} operations from {e[0].operation} on" if len(a) == 1 else None
