@@ -59,21 +59,20 @@ def streams(record: Record, found: Comparison | None = None) -> Iterator[str]:
         else:
             names = found.names_before
             record.live_run.isolated(record, like=found.expected, names=names, only=only, within=recorders)
-        yield json.dumps({layer: codec.encode(steps) for layer, steps in recorders.steps().items()})
+        yield json.dumps({layer: codec.encode(calls) for layer, calls in recorders.steps().items()})
 
 
 def of_streams(diagnosis: Diagnosis, actual: Sequence[str], expected: Sequence[str]) -> Iterator[str]:
     """Yield what `of_diagnosis` does, of what `streams` returned for both sides."""
     for mine, theirs in zip(actual, expected, strict=False):
         here, there = (
-            {layer: codec.decode(tuple[Step, ...], steps) for layer, steps in json.loads(text).items()}
-            for text in (mine, theirs)
+            {layer: codec.decode(_Calls, calls) for layer, calls in json.loads(text).items()} for text in (mine, theirs)
         )
         yield from _sentences(diagnosis, here, there)
 
 
-_Streams = Mapping[str, tuple[Step, ...]]
-"""The operations of the first call of each layer."""
+_Calls = tuple[tuple[Step, ...], ...]
+"""The operations of each call of a layer that is called alone."""
 
 
 def _layers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -86,26 +85,30 @@ def _layers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return [(layer, layers[layer].label) for layer in [*found.values()][:_MOST]]
 
 
-def _sentences(diagnosis: Diagnosis, here: _Streams, there: _Streams) -> Iterator[str]:
+def _sentences(diagnosis: Diagnosis, here: Mapping[str, _Calls], there: Mapping[str, _Calls]) -> Iterator[str]:
     before, layers = diagnosis.comparison.names_before.layers, _layers(diagnosis)
     for layer, label in layers:
-        if said := first_difference(here.get(layer, ()), there.get(before.get(layer, layer), ())):
+        calls = zip(here.get(layer, ()), there.get(before.get(layer, layer), ()), strict=False)
+        if said := next(filter(None, (first_difference(*call) for call in calls)), None):
             yield f"First operation that differs{f' in {label}' if len(layers) > 1 else ''}: {said}."
 
 
 class _Recorders:
-    """Makes a recorder for each call of a layer, and keeps the first."""
+    """Makes a recorder for each call. The first is kept, of a call that is made with other arguments too."""
 
     def __init__(self) -> None:
-        self._first: dict[str, Recorder] = {}
+        self._first: dict[tuple[str, int], Recorder] = {}
 
     def __call__(self, call: tuple[str, int]) -> Recorder:
         recorder = Recorder()
-        self._first.setdefault(call[0], recorder)
+        self._first.setdefault(call, recorder)
         return recorder
 
-    def steps(self) -> _Streams:
-        return {layer: recorder.steps() for layer, recorder in self._first.items()}
+    def steps(self) -> dict[str, _Calls]:
+        found: dict[str, _Calls] = {}
+        for (layer, _), recorder in self._first.items():
+            found[layer] = (*found.get(layer, ()), recorder.steps())
+        return found
 
 
 def of_pair(pair: tuple[tuple[str, int], tuple[str, int]], actual: Record, expected: Record) -> Iterator[str]:

@@ -124,6 +124,33 @@ def test_one_operation_came_or_went(modelprobe, actual, expected, said):
     assert f"First operation that differs: {said}" in message(modelprobe, *models, modelprobe.randn(8, 8))
 
 
+class Twice(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.step = step()
+
+    def forward(self, x):
+        return self.step(self.step(x), last=True)
+
+
+class Step(nn.Module):
+    def forward(self, x, last=False):
+        return x.tanh() if last else x.sin()
+
+
+class OtherStep(nn.Module):
+    def forward(self, x, last=False):
+        return x.sigmoid() if last else x.sin()
+
+
+def test_a_later_call_of_a_layer(modelprobe):
+    text = message(modelprobe, Twice(OtherStep), Twice(Step), modelprobe.randn(8, 8))
+    now, then = (
+        f"torch.Tensor.{name} at {line(kind.forward, 1)}" for name, kind in (("sigmoid", OtherStep), ("tanh", Step))
+    )
+    assert f"First operation that differs: {now}, not {then}." in text
+
+
 def test_arguments_to_a_child_are_no_operation(modelprobe):
     text = message(modelprobe, modelprobe.build(Nested), modelprobe.build(Block), modelprobe.randn(8, 8))
     assert "own code" in text
