@@ -39,6 +39,8 @@ class Extra:
     """Attribute of `trainers` → its module."""
     exporters: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `report.exporters` → its module."""
+    explanations: Mapping[str, str] = field(default_factory=dict)
+    """What is explained → ``module:function`` that returns sentences on it; see `explained`."""
     comparison: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `comparison` → its module."""
     probe: Mapping[str, str] = field(default_factory=dict)
@@ -89,6 +91,17 @@ class _Member:
 
     def __get__(self, instance: object, owner: type) -> Any:
         return imported(self._place, self._name).__get__(instance, owner)
+
+
+def explained(what: str, *given: Any) -> list[str]:
+    """Return what an extra says of something that it can explain, as texts; nothing without the extra.
+
+    Args:
+        what: ``diagnosis``, ``pair`` of calls, ``record``, ``pair of records``, or ``run`` that does not repeat.
+        given: The arguments of the function of the extra.
+    """
+    place = modules("explanations").get(what)
+    return [] if place is None else list(imported(place, what)(*given))
 
 
 def attach(owner: type, door: str) -> None:

@@ -23,6 +23,7 @@ from pytest_modelprobe.comparison import (
     changes_code,
     compare,
     diagnose,
+    explained,
     layers_behind_zeros,
 )
 from pytest_modelprobe.comparison.text import percent, text
@@ -148,7 +149,8 @@ def assert_same_behavior(
                 found = alone()
     diagnosis = diagnose(found)
     if not diagnosis.same:
-        steps = ["Look at the first cause; `keep=` with its layer in both runs gives the tensors to look at."]
+        steps = explained("diagnosis", diagnosis, mine, theirs)
+        steps += ["Look at the first cause; `keep=` with its layer in both runs gives the tensors to look at."]
         if structure:
             steps.append(
                 "Another implementation of the same? structure=False compares numbers alone, rename= maps names."

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe._torch import BatchNorm, Dropout
+from pytest_modelprobe.comparison import explained
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.models import (
     CallTracer,
@@ -103,6 +104,9 @@ def _gradient_origin(prepared: PreparedModel, mode: Literal["eval", "train"]) ->
         return None
 
 
+_NOT_SEEDED = "Look for a random generator of its own, the clock, uninitialized memory, or state of its last forward."
+
+
 @check
 def deterministic(prepared: PreparedModel) -> Violation | str:
     """Check that two runs with the same inputs and the same random numbers agree bit for bit.
@@ -123,8 +127,7 @@ def deterministic(prepared: PreparedModel) -> Violation | str:
     return violation_of(
         found,
         "is not deterministic: {path} {changed} between two runs with the same seed",
-        "Look for a random generator of its own, the clock, uninitialized memory, or state that it keeps of its last "
-        "forward.",
+        " ".join([*explained("run", prepared.run), _NOT_SEEDED]),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe import extension
+from pytest_modelprobe.extension import explained as explained
 
 from .compare import begins as begins
 from .compare import compare as compare

@@ -17,6 +17,15 @@ EXTRAS = {
         exporters=dict.fromkeys(["GROUP", "Exporter", "exporter", "readings", "scalars"], "export"),
     ),
     "mutation": Extra(plugin="plugin"),
+    "operations": Extra(
+        explanations={
+            "diagnosis": "explanation:of_diagnosis",
+            "pair": "explanation:of_pair",
+            "record": "explanation:streams",
+            "pair of records": "explanation:of_streams",
+            "run": "explanation:of_run",
+        },
+    ),
     "pictures": Extra(
         names={"assert_attends_to": "drawing"},
         probe=dict.fromkeys(["feature_maps", "grad_cam", "plot_distributions", "plot_gradients"], "drawing"),

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -125,6 +126,7 @@ class LiveRun(Protocol):
         only: Collection[str] | None = None,
         *,
         own_arguments: bool = False,
+        within: Callable[[tuple[str, int]], AbstractContextManager[object]] | None = None,
     ) -> Record:
         """Fill in each call's `IsolatedResponse`, to synthetic tensors made as in the responses of ``like``.
 
@@ -134,7 +136,11 @@ class LiveRun(Protocol):
             names: What had another name when ``like`` was made.
             only: Names of the layers to run. By default all are run.
             own_arguments: Whether plain arguments are those of the run instead of those of ``like``.
+            within: Takes the layer and the index of a call, and returns a context in which it runs, in float64.
         """
+
+    def again(self, record: Record, within: Callable[[Any], AbstractContextManager[object]]) -> None:
+        """Run the forward once more, if it can be, in a context that ``within`` makes for the model."""
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""

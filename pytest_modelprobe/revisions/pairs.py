@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from pytest_modelprobe.comparison import Comparison, Diagnosis, Parts, Precision, compare, diagnose
+from pytest_modelprobe.comparison import Comparison, Diagnosis, Parts, Precision, compare, diagnose, explained
 from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.gate import Hunk, changed_methods, source_lines
 from pytest_modelprobe.record import Record, has_numbers, is_narrow
@@ -50,6 +50,7 @@ class Written:
         only: The layers that alone have it; empty: all.
         head: What is known of a record in a file.
         own_paths: Folders that this side alone has. They are not written.
+        explained: What extras say of the record.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Written:
         only: Sequence[str] = (),
         head: Head | None = None,
         own_paths: Sequence[str] = (),
+        explained: Sequence[str] = (),
     ) -> None:
         self.test, self.key, self.sources, self.evidence = test, key, sources, evidence
-        self.only = only
+        self.only, self.explained = only, explained
         self._record, self._head, self._own_paths = record, head, own_paths
 
     @functools.cached_property
@@ -103,10 +105,21 @@ class Written:
         path = Path(self.sources.get(module, ""))
         return path.read_text("utf-8", "replace") if path.is_file() else None
 
-    def replaced(self, record: Record, *, evidence: bool | None = None, only: Sequence[str] = ()) -> Written:
+    def replaced(
+        self,
+        record: Record,
+        *,
+        evidence: bool | None = None,
+        only: Sequence[str] = (),
+        explained: Sequence[str] | None = None,
+    ) -> Written:
         """Return the same with another record."""
         evidence = self.evidence if evidence is None else evidence
-        return Written(self.test, self.key, record, self.sources, evidence, only=only, own_paths=self._own_paths)
+        explained = self.explained if explained is None else explained
+        own = self._own_paths
+        return Written(
+            self.test, self.key, record, self.sources, evidence, only=only, own_paths=own, explained=explained
+        )
 
     def write(self, folder: Path, *, equal: Path | None = None) -> None:
         """Write the record into a folder of records.
@@ -123,6 +136,7 @@ class Written:
             "sources": dict(self.sources),
             "evidence": self.evidence,
             "only": [*self.only],
+            "explained": [*self.explained],
             "head": dataclasses.asdict(self.head),
             "record": str(path if equal is None else path_of(equal, self.test, self.key)),
         }
@@ -284,7 +298,8 @@ def summary(pairs: Sequence[Pair]) -> str:
 
 def pair_text(pair: Pair) -> str:
     """Return the causes of a pair, with the source that differs below the first line."""
-    opening, *table = comparison_text.text(pair.diagnosis).splitlines()
+    steps = explained("pair of records", pair.diagnosis, pair.here.explained, pair.there.explained)
+    opening, *table = comparison_text.text(pair.diagnosis, steps).splitlines()
     return "\n".join([opening, *map(printable, source_lines(pair.source)), *table])
 
 

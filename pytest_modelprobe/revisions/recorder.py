@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from pytest_modelprobe.comparison import layers_behind_zeros
+from pytest_modelprobe.comparison import explained, layers_behind_zeros
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.record import Record, is_narrow
 
@@ -200,7 +200,7 @@ def _with_evidence(plain: Written, only: Sequence[str] = ()) -> Written:
     if live_run is not None:
         record = live_run.isolated(record, only=only or None, own_arguments=True)
         record = record if only else live_run.measured(record)
-    return plain.replaced(record, evidence=True, only=only)
+    return plain.replaced(record, evidence=True, only=only, explained=explained("record", record))
 
 
 def _with_evidence_if_differing(there: Written, here: Written) -> Written:
@@ -236,7 +236,7 @@ def _with_evidence_like(here: Written, there: Written) -> Written:
         record = live_run.isolated(record, like=found.expected, names=found.names_before, only=there.only or None)
         if not live_run.repeats(here.record):
             record = dataclasses.replace(record, noise="not repeatable")
-    return here.replaced(record, evidence=True)
+    return here.replaced(record, evidence=True, explained=explained("record", record, found))
 
 
 def _sources(model: Any) -> Iterator[tuple[str, str]]:

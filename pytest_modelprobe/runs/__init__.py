@@ -25,6 +25,7 @@ from .origin import Source as Source
 from .origin import SourceMode as SourceMode
 from .origin import find_gradient_origin as find_gradient_origin
 from .origin import graph_nodes as graph_nodes
+from .origin import operation_of as operation_of
 from .run import LiveRunOfRun as LiveRunOfRun
 from .run import Mode as Mode
 from .run import Run as Run

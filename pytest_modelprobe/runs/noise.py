@@ -416,8 +416,8 @@ def _arguments(operation: Any) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def in_float32(model: nn.Module) -> Iterator[None]:
-    """Compute a model in float32 within the block.
+def in_float32(model: nn.Module, wide: torch.dtype = torch.float32) -> Iterator[None]:
+    """Compute a model in float32, or in float64, within the block.
 
     Its parameters and buffers are converted, and put back, parameters with their gradients.
 
@@ -429,14 +429,15 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     torch.bfloat16
     """
     held = (*nn.Module.parameters(model), *nn.Module.buffers(model))
-    narrow = [(tensor, tensor.data, tensor.grad) for tensor in held if tensor.dtype in NARROW and tensor.is_leaf]
+    given = ((tensor, tensor.data, tensor.grad) for tensor in held if tensor.is_leaf)
+    narrow = [(tensor, data, gradient) for tensor, data, gradient in given if widened(data.dtype, wide) != data.dtype]
     default = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(widened(default))
+        torch.set_default_dtype(widened(default, wide))
         for tensor, data, _ in narrow:
             tensor.grad = None
-            tensor.data = data.float()
-        with Widening():
+            tensor.data = data.to(widened(data.dtype, wide))
+        with Widening(wide):
             yield
     finally:
         torch.set_default_dtype(default)

@@ -89,7 +89,7 @@ class SourceMode(TorchFunctionMode):
         before = flatten_call(args, kwargs)
         constants = {_kind(value) for value in before.plain.values() if isinstance(value, float)}
         coming: dict[str, Source | None] = {
-            kind: Source(self._running(), str(_operation(func)), kind != "nan") for kind in constants if kind
+            kind: Source(self._running(), str(operation_of(func)), kind != "nan") for kind in constants if kind
         }
         for _, tensor in before.tensors:
             for kind, source in self.sources(tensor).items():
@@ -107,7 +107,7 @@ class SourceMode(TorchFunctionMode):
             kinds = _kinds(flatten("", tensor))
             if kinds - coming.keys():
                 ranges, of_mask = facts or _facts(before)
-                operation = _operation(func, ranges)
+                operation = operation_of(func, ranges)
                 for kind in kinds - coming.keys():
                     given = of_mask and kind == "-inf"
                     coming[kind] = Source(self._running(), str(operation), given)
@@ -118,7 +118,11 @@ class SourceMode(TorchFunctionMode):
         return output
 
 
-def _operation(func: Any, detail: str = "") -> Operation:
+def operation_of(func: Any, detail: str = "") -> Operation:
+    """Return the operation that a function mode is called for, with the line of the model that calls it.
+
+    It is called in `__torch_function__`.
+    """
     location = None
     for caller, line in traceback.walk_stack(sys._getframe(2)):
         path = caller.f_code.co_filename

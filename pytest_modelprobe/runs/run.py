@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -56,7 +56,7 @@ from pytest_modelprobe.record import (
 )
 
 from . import noise
-from .isolation import IsolationOptions, Key, Repeat, doubtful, in_float64, isolate_repeatedly, noisy
+from .isolation import IsolationOptions, Key, Repeat, Within, doubtful, in_float64, isolate_repeatedly, noisy
 from .loss import Loss, NoGradientError, detaching_call, loss_of
 from .noise import InFloat32
 from .origin import find_gradient_origin, find_origin
@@ -156,8 +156,9 @@ class Run:
         with self._started(None if request.only else record) as start:
             if start.obstacle is not None:
                 return with_note(record, f"no layer was called alone: {start.obstacle}")
-            (responses,) = self._isolate(record, request, [(None, "all")], start)
-            if self._is_exact and (only := doubtful(responses, responses_of(request.like))):
+            how: Repeat = (None, "all") if request.within is None else (in_float64, "outputs")
+            (responses,) = self._isolate(record, request, [how], start)
+            if request.within is None and self._is_exact and (only := doubtful(responses, responses_of(request.like))):
                 with contextlib.suppress(Exception):  # models may fail in another dtype
                     some = dataclasses.replace(request, only=only)
                     (exact,) = self._isolate(record, some, [(in_float64, "all")], start)
@@ -191,6 +192,13 @@ class Run:
             except Exception:  # noqa: BLE001 - whatever a model raises that counts its forwards
                 return True
         return noise.first_difference(record, again) is None
+
+    def again(self, record: Record, within: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+        """Run the forward once more, if it can be; see `LiveRun`."""
+        with self._started(record) as start:
+            if start.obstacle is None:
+                with self._prepared(start=start), within(self.model), interruptible():
+                    self._forward()
 
     def varied(self, record: Record) -> Record | None:
         """Return the record of the step with other random numbers, and numbers for parameters that are zero.
@@ -282,6 +290,7 @@ class Run:
             expected={(layer.name, call.index): call for layer, call in expected},
             names=request.names,
             gradient=self.loss is not None,
+            within=request.within,
         )
         with self._prepared(start=start):
             return isolate_repeatedly(self.model, self._forward, repeats, options, each)
@@ -475,6 +484,7 @@ class IsolationRequest:
     names: NamesBefore | None = None
     only: Collection[str] | None = None
     own_arguments: bool = False
+    within: Within | None = None
 
 
 class Isolating(Protocol):
@@ -509,14 +519,18 @@ class WeakLiveRun(Generic[S]):
         only: Collection[str] | None = None,
         *,
         own_arguments: bool = False,
+        within: Within | None = None,
     ) -> Record:
         """Fill in the isolated response of each call."""
         source = self._source()
         if source is None:
             found = with_note(record, f"no layer was called alone: {self._gone}")
         else:
-            found = source.isolated(record, IsolationRequest(like or record, names, only, own_arguments))
+            found = source.isolated(record, IsolationRequest(like or record, names, only, own_arguments, within))
         return with_live_run(found, self)
+
+    def again(self, record: Record, within: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+        """Run the forward once more, if it can be."""
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""
@@ -533,6 +547,11 @@ class WeakLiveRun(Generic[S]):
 
 class LiveRunOfRun(WeakLiveRun[Run]):
     """The `LiveRun` of the record of a run."""
+
+    def again(self, record: Record, within: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+        """Run the forward once more, if it can be."""
+        if (run := self._source()) is not None:
+            run.again(record, within)
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""

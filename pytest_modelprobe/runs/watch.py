@@ -44,7 +44,7 @@ from pytest_modelprobe.record import (
     with_live_run,
 )
 
-from .isolation import CannotTellError, IsolationOptions, Key, isolate_repeatedly, reason_of
+from .isolation import CannotTellError, IsolationOptions, Key, Repeat, in_float64, isolate_repeatedly, reason_of
 from .run import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
@@ -273,6 +273,7 @@ class Watch:
                 recipes=recipes,
                 names=request.names,
                 gradient=bool(record.backwards),
+                within=request.within,
             )
             try:
                 responses = self._forwards.isolated(self.model, kind, options)
@@ -370,7 +371,8 @@ class KeptForwards:
             for owner, name, tensor in self._before:
                 if name in owner:
                     owner[name] = detached_copy(tensor)
-            (responses,) = isolate_repeatedly(model, forward, [(None, "all")], options)
+            how: Repeat = (None, "all") if options.within is None else (in_float64, "outputs")
+            (responses,) = isolate_repeatedly(model, forward, [how], options)
         return responses
 
     def _copied(self, inputs: Any) -> Any:

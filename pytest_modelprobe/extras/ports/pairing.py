@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_modelprobe.comparison import Precision, tolerance
+from pytest_modelprobe.comparison import Precision, explained, tolerance
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import (
     ROOT,
@@ -154,6 +154,9 @@ def port_failure(pairing: Pairing, tolerance: float = 1.0, *, unknown: Collectio
         first = f"{ties[0]}; {looked_at}"
     rows = [one.row() for one in dict.fromkeys([*([own] if own else []), *different, *weights])]
     steps = [*ties, *str(pairing).splitlines()]
+    if own is not None and not own.weights:
+        calls = [(one.layer.name, one.call.index) for one in (own.actual, own.expected)]
+        steps = [*explained("pair", calls, pairing.actual, pairing.expected), *steps]
     return failure(first, _COLUMNS, rows, *(step for step in steps if step and step not in first))
 
 

@@ -57,6 +57,9 @@ Key = tuple[str, int]
 
 Perturb = Callable[[Tensor, str, int], Tensor]
 
+Within = Callable[[Key], contextlib.AbstractContextManager[object]]
+"""Takes a call, and returns a context in which it runs."""
+
 Part = Literal["all", "outputs", "gradients"]
 """What is read of each response."""
 
@@ -88,6 +91,8 @@ class IsolationOptions:
     """What had another name when the recipes were made."""
     gradient: bool = False
     """Whether to run backward through each call too."""
+    within: Within | None = None
+    """The context of each call, to look at its operations."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -203,6 +208,8 @@ class Session:
                     stack.enter_context(Widening(wide))
                 for state in () if wide else alone.call.autocast:
                     stack.enter_context(torch.autocast(*state))
+                if self.options.within is not None:
+                    stack.enter_context(self.options.within((alone.call.layer, alone.call.index)))
                 return alone.run()
         finally:
             self.current = None
@@ -429,6 +436,7 @@ class _IsolatedCall:
             if tuple(tensor.shape) != tuple(shape):
                 tensor = tensor.expand(shape) if stride is not None and 0 in stride else tensor.expand(shape).clone()
         self._inputs[id(tensor)] = tensor, label, tensor._version
+        vars(tensor)["_modelprobe_kind"] = kind
         return tensor
 
     # --- what comes out -------------------------------------------------------------------------------------------
