@@ -214,10 +214,13 @@ class Gradients:
     ) -> TensorObservation:
         """Return a new observation of a tensor of which the numbers are known."""
         local = local_tensor(tensor) if self.reads_layouts else tensor
-        whole = local.is_nested or not forward.samples.has_batch(local.shape)
+        samples = forward.samples
+        whole = local.is_nested or not samples.has_batch(samples.shape(local.shape))
         seen = TensorObservation(tensor, number, reduced, whole=whole)
         if self.reads_layouts:
             seen.layout = value_layout(tensor)
+        if not tensor.is_nested:
+            seen.shape = tuple(samples.shape(tensor.shape))
         return seen
 
     def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:

@@ -7,7 +7,9 @@ return, by their parameters, and by the values, which are the same up to the fir
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.text import count, failure, listed
 
+from .layouts import Sums, chosen, forms, main, size, sums_of
+
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
@@ -38,6 +42,8 @@ class Pairing:
     expected: Record
     steps: tuple[tuple[Step, Step], ...]
     """Calls of the actual and of the expected, in the order in which those of the actual returned."""
+    sums: Sums
+    """What is compared with a residual added."""
     ambiguous: tuple[str, ...]
     """Names, in the actual, of called layers that fit several of the expected equally well. They are not paired."""
 
@@ -74,7 +80,7 @@ class Pairing:
             if names:
                 rows.append(f"{count(len(names), 'layer')} of {record.model} without a partner: {listed(names)}")
         for record, call in self._forwards():
-            others = [value.path for value in call.outputs if value is not _main(call.outputs)]
+            others = [value.path for value in call.outputs if value is not main(call.outputs)]
             if others:
                 rows.append(f"Only the largest output is compared, not {listed(others)} of {record.model}")
         if self.ambiguous:
@@ -109,7 +115,9 @@ def pair(actual: Record, expected: Record, rename: Mapping[str, str] | None = No
         )
     steps = tuple((a, e) for a, e in sure if by_layer.get(a.layer.name) == e.layer.name)
     unsure = {a.layer.name: None for a, _ in sorted(early ^ late, key=lambda found: mine.index(found[0]))}
-    return Pairing(actual, expected, steps, tuple(name for name in unsure if name not in by_layer))
+    return Pairing(
+        actual, expected, steps, sums_of(steps, _is_same), tuple(name for name in unsure if name not in by_layer)
+    )
 
 
 def port_failure(pairing: Pairing, tolerance: float = 1.0, *, unknown: Collection[str] = ()) -> str:
@@ -173,8 +181,10 @@ class _Judged:
     def of(cls, a: Step, e: Step, pairing: Pairing, times: float) -> _Judged:
         measured = pairing.expected.noise is not None
         compared = functools.partial(_change, measured=measured, times=times)
-        taken = compared(_main(a.call.inputs), _main(e.call.inputs))
-        made = compared(_main(a.call.outputs), _main(e.call.outputs))
+        taken, made = (
+            compared(*(chosen(step, side, at, pairing.sums) for side, step in enumerate((a, e))))
+            for at in ("inputs", "outputs")
+        )
         weights = _other_weights(a.layer, e.layer)
         inside = a.last_child or e.last_child  # what a container has itself, the other may have in a layer inside
         if not weights and taken.same and made.differs and inside is None:
@@ -223,11 +233,19 @@ def _share(found: tolerance.ValueChange) -> str:
 
 
 def _change(a: Value | None, e: Value | None, *, measured: bool, times: float) -> tolerance.ValueChange:
-    if a is None or e is None or not (is_read(a.forward) and is_read(e.forward)) or _size(a) != _size(e):
+    if a is None or e is None or not (is_read(a.forward) and is_read(e.forward)) or size(a) != size(e):
         return tolerance.UNKNOWN
-    scale = functools.partial(tolerance.norm, e.forward)
+    x, y = a.forward, e.forward
+    scale = functools.partial(tolerance.norm, y)
+    if x.fingerprint and y.fingerprint and None in (x.statistics, y.statistics):  # a sum
+        x, y = (dataclasses.replace(reading, statistics=None) for reading in (x, y))
     precision: Precision = "measured" if measured else "unmeasured"
-    return tolerance.change(a.forward, e.forward, dtype=e.dtype, precision=precision, times=times, scale=scale)
+    rounding = tolerance.epsilon(e.dtype)
+    return tolerance.change(x, y, dtype=e.dtype, precision=precision, times=times, scale=scale, rounding=rounding)
+
+
+def _is_same(a: Value, e: Value) -> bool:
+    return _change(a, e, measured=False, times=1.0).same
 
 
 def _other_weights(a: Layer, e: Layer) -> str:
@@ -282,7 +300,9 @@ def _reject_other_inputs(actual: Record, expected: Record) -> None:
     mine, theirs = ([s.call for s in _candidates(record) if s.outermost] for record in (actual, expected))
     for a, e in zip(mine, theirs, strict=False):
         changes = [_change(x, y, measured=False, times=1.0) for x, y in zip(a.inputs, e.inputs, strict=False)]
-        if len(a.inputs) == len(e.inputs) and not any(change.differs for change in changes):
+        same_samples = a.samples == e.samples is not None  # so the signs do not depend on what only one is given
+        known = changes[:1] if len(a.inputs) != len(e.inputs) and same_samples else changes
+        if (len(a.inputs) == len(e.inputs) or known is not changes) and not any(change.differs for change in known):
             continue
         given = [listed([f"{v.path} {v.shape}" for v in call.inputs], most=9) or "no tensor" for call in (a, e)]
         raise NothingObservedError(
@@ -298,20 +318,10 @@ def _reject_other_inputs(actual: Record, expected: Record) -> None:
 def _candidates(record: Record) -> Iterator[Step]:
     """Yield the calls that compute something, in the order in which they returned: dropout that is off does not."""
     for step in CallTree(record).returned:
-        taken, made = _main(step.call.inputs), _main(step.call.outputs)
+        taken, made = main(step.call.inputs), main(step.call.outputs)
         passes_on = taken is not None and made is not None and taken.forward.fingerprint == made.forward.fingerprint
         if made is not None and not (passes_on and made.forward.fingerprint is not None and not step.layer.parameters):
             yield step
-
-
-def _main(values: Sequence[Value]) -> Value | None:
-    """Return the largest floating-point value, or the first value if there is none."""
-    floating = [value for value in values if value.is_floating]
-    return max(floating, key=_size, default=values[0] if values else None)
-
-
-def _size(value: Value) -> int:
-    return math.prod(d if isinstance(d, int) else d[1] for d in value.shape)
 
 
 class _Scores:
@@ -328,19 +338,19 @@ class _Scores:
             return 1000.0 if self.told.get(then) == now else None
         if a.outermost or e.outermost:
             return 100.0 if a.outermost and e.outermost else None
-        x, y = _main(a.call.outputs), _main(e.call.outputs)
-        if x is None or y is None or _size(x) != _size(y):
+        x, y = main(a.call.outputs), main(e.call.outputs)
+        if x is None or y is None or size(x) != size(y):
             return None
         leaf = a.last_child is None
         if leaf != (e.last_child is None):
             return None
-        if leaf and _kind(a) != _kind(e):
+        given, taken = forms(a.call.inputs), forms(e.call.inputs)
+        if leaf and (_kind(a) != _kind(e) or list(map(size, given[:1])) != list(map(size, taken[:1]))):
             return None
-        given, taken = _main(a.call.inputs), _main(e.call.inputs)
         score = 1.0 + 4 * (now == then)
         score += 2 if self.mine[now] == self.theirs[then] else -0.5
-        score += 2 * _change(x, y, measured=False, times=1.0).same
-        score += 2 * _change(given, taken, measured=False, times=1.0).same
+        score += 2 * any(_is_same(*both) for both in itertools.product(forms(a.call.outputs), forms(e.call.outputs)))
+        score += 2 * any(_is_same(*both) for both in itertools.product(given, taken))
         if leaf and a.layer.parameters:
             score += 2 * (not _other_weights(a.layer, e.layer))
         score += 0.5 * (a.layer.type_name == e.layer.type_name)
@@ -349,7 +359,7 @@ class _Scores:
 
 def _kind(step: Step) -> tuple[int, bool, int]:
     """Return what a layer without layers inside is: a norm has vectors, a linear layer a matrix, an embedding ids."""
-    taken = _main(step.call.inputs)
+    taken = main(step.call.inputs)
     rank = max((len(p.shape) for p in step.layer.parameters), default=0)
     largest = max((math.prod(p.shape) for p in step.layer.parameters), default=0)
     return rank, taken is not None and taken.is_floating, largest
