@@ -1,9 +1,9 @@
 """Trainers of transformers, and engines that serve their weights, each with a switch for faults that engines have.
 
-The engines are small rewrites in the manner of vLLM and SGLang: tokens of all requests in one row, one matrix for query,
-key and value and one for gate and up, a residual that is handed on beside the hidden state and added by the next norm,
-keys and values in pages, rotary angles by position, weights loaded by a table of names. ``Engine(..., plain=True)`` is
-in the manner of smaller ones: a batch axis of 1, the residual added where it arises.
+The engines are small rewrites in the manner of vLLM and SGLang: tokens of all requests in one row, one matrix for
+query, key and value and one for gate and up, a residual that is handed on beside the hidden state and added by the next
+norm, keys and values in pages, rotary angles by position, weights loaded by a table of names. With ``plain=True`` the
+residual is added where it arises, as in smaller ones.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def chosen(x: Tensor, batch: Batch, error: str) -> Tensor:
     if not batch.is_last_only:
         return x
     ends = torch.tensor(batch.lengths).cumsum(0) - 1
-    return x[..., ends - (error == "last position"), :]
+    return x[..., ends - int(error == "last position"), :]
 
 
 class GPT2Attention(nn.Module):
@@ -414,6 +414,9 @@ def trainer_of(kind: str, seed: int, dtype: torch.dtype = torch.float32) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(config_of(kind)).eval()
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape)
+        for name, parameter in model.named_parameters():  # else attention is nearly uniform, whatever its positions
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.data *= 3
     return model.to(dtype)
 
 

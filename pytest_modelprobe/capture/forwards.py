@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.record import ForwardKind, OptimizerGroup
-from pytest_modelprobe.statistics import Reduction, SeenSamples
+from pytest_modelprobe.statistics import Reduction, Samples, SeenSamples
 from pytest_modelprobe.text import count
 
 from .observation import DoneForward, Forward, ParameterGradient, Parts, Totals, merge_into

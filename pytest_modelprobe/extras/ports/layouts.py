@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pytest_modelprobe.record import Reading, Step, Value
 
 Sums = Collection[tuple[int, str, str]]
-"""What is compared as a sum: 0 for the actual or 1 for the expected, the class of a layer, ``inputs`` or ``outputs``."""
+"""What is compared as a sum: of the actual (0) or the expected (1), the class of a layer, ``inputs`` or ``outputs``."""
 
 
 def main(values: Sequence[Value]) -> Value | None:
@@ -56,7 +56,7 @@ def chosen(step: Step, side: int, at: str, sums: Sums) -> Value | None:
 
 
 def sums_of(steps: Iterable[tuple[Step, Step]], is_same: Callable[[Value, Value], bool]) -> Sums:
-    """Return what is compared as a sum: where more layers of a class agree by that than by the main value alone.
+    """Return what is compared as a sum: where as many layers of a class agree by that as by the main value alone.
 
     It is the same for all layers of a class, so that a layer with an error has no choice.
     """
@@ -68,4 +68,4 @@ def sums_of(steps: Iterable[tuple[Step, Step]], is_same: Callable[[Value, Value]
                 if len(both[side]) > 1:
                     alone, together = (any(is_same(form, other) for other in both[1 - side]) for form in both[side])
                     votes[side, step.layer.type_name, at] += together - alone
-    return {place for place, more in votes.items() if more > 0}
+    return {place for place, more in votes.items() if more >= 0}

@@ -241,6 +241,8 @@ def _change(a: Value | None, e: Value | None, *, measured: bool, times: float) -
         x, y = (dataclasses.replace(reading, statistics=None) for reading in (x, y))
     precision: Precision = "measured" if measured else "unmeasured"
     rounding = tolerance.epsilon(e.dtype)
+    if y.noise is None and rounding > tolerance.epsilon("float32"):  # a record of a file: both may round
+        y = dataclasses.replace(y, noise=rounding)
     return tolerance.change(x, y, dtype=e.dtype, precision=precision, times=times, scale=scale, rounding=rounding)
 
 
