@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
@@ -76,7 +77,17 @@ class MergedColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """The matrix after an activation or after attention."""
+    """The matrix after an activation or after attention. Each rank has the columns of its part of the input."""
+
+    error = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not dist.is_initialized():
+            return super().forward(x)
+        y = F.linear(x, self.weight)
+        if self.error != "no reduction":
+            dist.all_reduce(y)
+        return y if self.bias is None else y + self.bias
 
 
 class RotaryEmbedding(nn.Module):
@@ -147,13 +158,15 @@ class Attention(nn.Module):
         bias = config.model_type == "qwen2"
         self.qkv_proj = QKVParallelLinear(WIDTH, (HEADS + 2 * GROUPS) * SIZE, bias=bias and error != "no bias")
         self.o_proj = RowParallelLinear(HEADS * SIZE, WIDTH, bias=False)
+        self.o_proj.error = error
         self.rotary_emb = RotaryEmbedding(config.rope_parameters["rope_theta"], error)
         self.attn = PagedAttention(HEADS, GROUPS, error)
         if config.model_type == "qwen3":
             self.q_norm, self.k_norm = (RMSNorm(SIZE, config.rms_norm_eps) for _ in range(2))
 
     def forward(self, positions: Tensor, hidden_states: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.qkv_proj(hidden_states).split([HEADS * SIZE, GROUPS * SIZE, GROUPS * SIZE], -1)
+        heads, groups = self.attn.heads, self.attn.groups
+        q, k, v = self.qkv_proj(hidden_states).split([heads * SIZE, groups * SIZE, groups * SIZE], -1)
         if self.error == "k and v":
             k, v = v, k
         if hasattr(self, "q_norm") and self.error != "no qk norm":
@@ -430,3 +443,23 @@ def engine_of(trainer: Any, error: str = "", *, plain: bool = False) -> Any:
     with torch.no_grad():
         engine.load_weights(trainer)
     return engine
+
+
+def shard(engine: Any) -> None:
+    """Leave to an engine what its rank has under tensor parallelism: some heads, and a part of what is inside a MLP."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def part(x: Tensor, parts: Sequence[int], axis: int = 0) -> nn.Parameter:
+        return nn.Parameter(torch.cat([one.chunk(size, axis)[rank] for one in x.detach().split(parts, axis)], axis))
+
+    for module in engine.modules():
+        if isinstance(module, Attention):
+            rows = [HEADS * SIZE, GROUPS * SIZE, GROUPS * SIZE]
+            for name, parameter in list(module.qkv_proj.named_parameters()):
+                setattr(module.qkv_proj, name, part(parameter, rows))
+            module.attn.heads, module.attn.groups = HEADS // size, GROUPS // size
+            module.attn.kv_cache = module.attn.kv_cache.chunk(size, 2)[rank].clone()
+            module.o_proj.weight = part(module.o_proj.weight, [HEADS * SIZE], 1)
+        elif isinstance(module, MLP):
+            module.gate_up_proj.weight = part(module.gate_up_proj.weight, [INNER, INNER])
+            module.down_proj.weight = part(module.down_proj.weight, [INNER], 1)

@@ -16,14 +16,16 @@ import argparse
 import collections
 import dataclasses
 import importlib.metadata
+import json
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from engines import AT, WORDS, batch_of, engine_of, trainer_of
+from engines import AT, WORDS, batch_of, engine_of, shard, trainer_of
 
 from pytest_modelprobe import ModelProbe, Record, assert_same_behavior
 
@@ -79,6 +81,8 @@ VARIANTS = (
     Variant("packed, logits of last tokens alone, residual beside", order=(1, 0, 2), is_last_only=True),
     Variant("decoding with a cache, bfloat16", plain=True, decodes=True, dtype=torch.bfloat16),
 )
+RANKS = Variant("one of two ranks, residual beside")
+"""Each rank has a part of the heads and of the inner size; its record is compared."""
 
 
 class Trial(NamedTuple):
@@ -124,26 +128,52 @@ def trials(kinds: Sequence[str]) -> Iterator[Trial]:
     """Yield each engine without a fault and with each one."""
     for kind in kinds:
         for variant in VARIANTS:
-            probe, serving = ModelProbe(seed=0), ModelProbe(seed=0)
-            trainer = trainer_of(kind, 0, variant.dtype)
-            ids = probe.randint(1, WORDS, (len(variant.lengths), max(variant.lengths)))
-            mask = torch.arange(ids.shape[1]) < torch.tensor(variant.lengths)[:, None]
-            expected = of_trainer(probe, trainer, ids, mask, variant)
-            faults = {"": "", **FAULTS[kind]} | ({"last position": "(root)"} if variant.is_last_only else {})
-            for fault, place in faults.items():
-                if fault == "mask" and variant.decodes:  # the last token sees all others in any case
-                    continue
-                said = ""
-                actual = of_engine(serving, engine_of(trainer, fault, plain=variant.plain), ids, variant)
-                try:
-                    assert_same_behavior(actual, expected, pair="structure")
-                    if not fault:  # as of two processes
-                        assert_same_behavior(actual, dataclasses.replace(expected), pair="structure")
-                except AssertionError as failure:
-                    said = str(failure).partition("\n")[0]
-                named = said.split(" does not compute")[0].split(" and ")[0].removeprefix("a weight of ").split(" ")[0]
-                right = "right" if named.rstrip(":") == place else "other" if said else "missed"
-                yield Trial(kind, variant.name, fault, right if fault else "alarm" if said else "no alarm", said)
+            yield from trials_of(kind, variant)
+        if kind in ("llama", "qwen3"):
+            with tempfile.TemporaryDirectory() as folder:
+                torch.multiprocessing.spawn(run_rank, (kind, folder), nprocs=2)
+                yield from (Trial(*row) for row in json.loads(Path(folder, "found").read_text("utf-8")))
+
+
+def run_rank(rank: int, kind: str, folder: str) -> None:
+    """Run the trials of one of two ranks; the first writes what it found."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with torch.no_grad():
+        found = list(trials_of(kind, RANKS))
+    if rank == 0:
+        Path(folder, "found").write_text(json.dumps(found), "utf-8")
+    torch.distributed.destroy_process_group()
+
+
+def trials_of(kind: str, variant: Variant) -> Iterator[Trial]:
+    """Yield an engine without a fault and with each one."""
+    trainers, engines = ModelProbe(seed=0), ModelProbe(seed=0)
+    trainer = trainer_of(kind, 0, variant.dtype)
+    ids = trainers.randint(1, WORDS, (len(variant.lengths), max(variant.lengths)))
+    mask = torch.arange(ids.shape[1]) < torch.tensor(variant.lengths)[:, None]
+    expected = of_trainer(trainers, trainer, ids, mask, variant)
+    faults = dict(FAULTS[kind])
+    if variant.decodes:
+        faults.pop("mask")  # the last token sees all others in any case
+    if variant.is_last_only:
+        faults["last position"] = "(root)"
+    if variant is RANKS:
+        faults = {"no reduction": _ATTENTION, **faults}
+        faults.pop("heads")  # a rank has one group of heads
+    for fault, place in {"": "", **faults}.items():
+        engine, said = engine_of(trainer, fault, plain=variant.plain), ""
+        if variant is RANKS:
+            shard(engine)
+        actual = of_engine(engines, engine, ids, variant)
+        try:
+            assert_same_behavior(actual, expected, pair="structure")
+            if not fault:  # as of two processes
+                assert_same_behavior(actual, dataclasses.replace(expected), pair="structure")
+        except AssertionError as failure:
+            said = str(failure).partition("\n")[0]
+        named = said.removeprefix("a weight of ").partition(" ")[0].rstrip(":")
+        right = "right" if named == place else "other" if said else "missed"
+        yield Trial(kind, variant.name, fault, right if fault else "alarm" if said else "no alarm", said)
 
 
 def report(found: list[Trial]) -> str:

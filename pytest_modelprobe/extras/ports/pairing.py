@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,8 @@ def pair(actual: Record, expected: Record, rename: Mapping[str, str] | None = No
     early = set(_aligned(mine, theirs, scores))
     late = {(a, e) for a, e in _aligned(mine[::-1], theirs[::-1], scores)}
     sure = sorted(early & late, key=lambda found: mine.index(found[0]))
+    chance = _by_chance(sure, scores)
+    sure = [found for found in sure if found not in chance]
     by_layer: dict[str, str] = {}
     for a, e in sure:  # a shared layer is where its first call says
         if a.layer.name not in by_layer and e.layer.name not in by_layer.values():
@@ -301,17 +304,54 @@ def _reject_other_inputs(actual: Record, expected: Record) -> None:
     """Refuse models that were given other tensors: the fingerprint of every value depends on all of these."""
     mine, theirs = ([s.call for s in _candidates(record) if s.outermost] for record in (actual, expected))
     for a, e in zip(mine, theirs, strict=False):
-        changes = [_change(x, y, measured=False, times=1.0) for x, y in zip(a.inputs, e.inputs, strict=False)]
-        same_samples = a.samples == e.samples is not None  # so the signs do not depend on what only one is given
-        known = changes[:1] if len(a.inputs) != len(e.inputs) and same_samples else changes
-        if (len(a.inputs) == len(e.inputs) or known is not changes) and not any(change.differs for change in known):
+        same_samples = a.samples == e.samples is not None  # so no sign depends on what only one of them is given
+        both = [(x, y) for x, y in zip(a.inputs, e.inputs, strict=False) if not same_samples or x.path == y.path]
+        both += [(a.inputs[0], e.inputs[0])] if a.inputs and e.inputs else []
+        comparable = same_samples or len(a.inputs) == len(e.inputs)
+        if comparable and not any(_change(x, y, measured=False, times=1.0).differs for x, y in both):
             continue
         given = [listed([f"{v.path} {v.shape}" for v in call.inputs], most=9) or "no tensor" for call in (a, e)]
+        packed = a.inputs and e.inputs and a.inputs[0].shape != e.inputs[0].shape
+        advice = (
+            "tokens= in both runs says which tokens there are, if one packs what the other pads"
+            if packed
+            else "give both the same, and bind what only one takes in a functools.partial of its forward"
+        )
         raise NothingObservedError(
             f"{actual.model} was given {given[0]} and {expected.model} {given[1]}, which are not the same tensors, so "
-            "that no value can be compared: give both the same, and bind what only one takes in a functools.partial "
-            "of its forward"
+            f"that no value can be compared: {advice}"
         )
+
+
+def _by_chance(steps: Sequence[tuple[Step, Step]], scores: _Scores) -> set[tuple[Step, Step]]:
+    """Return pairs of matrices with other names that have other values in all blocks: they are as large by chance.
+
+    A rank has as many rows of one matrix for query, key and value as the other implementation has of the query alone.
+    If no matrices have the same values, weights were not carried over yet, and tell nothing.
+    """
+    matrices = [(a, e) for a, e in steps if any(len(p.shape) > 1 for p in a.layer.parameters)]
+    other = {(a, e) for a, e in matrices if _other_weights(a.layer, e.layer)}
+    if len(other) == len(matrices):
+        return set()
+    pairs: dict[str, list[tuple[Step, Step]]] = {}
+    for a, e in matrices:
+        pairs.setdefault(_own_name(a), []).append((a, e))
+    blocks = Counter(name.rpartition(".")[2] for name in scores.mine)
+
+    def is_strange(name: str, pair: tuple[Step, Step]) -> bool:
+        return (
+            blocks[name] > 1
+            and pair in other
+            and _own_name(pair[1]) != name
+            and pair[0].layer.name not in scores.told_of
+        )
+
+    found = (those for name, those in pairs.items() if all(is_strange(name, pair) for pair in those))
+    return {pair for those in found for pair in those}
+
+
+def _own_name(step: Step) -> str:
+    return step.layer.name.rpartition(".")[2]
 
 
 # --- the alignment ------------------------------------------------------------------------------------------------
@@ -356,7 +396,7 @@ class _Scores:
         if leaf and a.layer.parameters:
             score += 2 * (not _other_weights(a.layer, e.layer))
         score += 0.5 * (a.layer.type_name == e.layer.type_name)
-        return score + 0.25 * (now.rpartition(".")[2] == then.rpartition(".")[2])
+        return score + 0.25 * (_own_name(a) == _own_name(e))
 
 
 def _kind(step: Step) -> tuple[int, bool, int]:
