@@ -76,17 +76,21 @@ class MergedColumnParallelLinear(nn.Linear):
     """One matrix for gate and up."""
 
 
+def reduced(y: Tensor) -> None:
+    """Add up what the ranks have, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(y)
+
+
 class RowParallelLinear(nn.Linear):
     """The matrix after an activation or after attention. Each rank has the columns of its part of the input."""
 
     error = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not dist.is_initialized():
-            return super().forward(x)
         y = F.linear(x, self.weight)
         if self.error != "no reduction":
-            dist.all_reduce(y)
+            reduced(y)
         return y if self.bias is None else y + self.bias
 
 
@@ -445,9 +449,8 @@ def engine_of(trainer: Any, error: str = "", *, plain: bool = False) -> Any:
     return engine
 
 
-def shard(engine: Any) -> None:
+def shard(engine: Any, rank: int, size: int) -> None:
     """Leave to an engine what its rank has under tensor parallelism: some heads, and a part of what is inside a MLP."""
-    rank, size = dist.get_rank(), dist.get_world_size()
 
     def part(x: Tensor, parts: Sequence[int], axis: int = 0) -> nn.Parameter:
         return nn.Parameter(torch.cat([one.chunk(size, axis)[rank] for one in x.detach().split(parts, axis)], axis))

@@ -5,9 +5,13 @@
 
 Trainers are models of transformers; engines are small rewrites in the manner of vLLM and SGLang (`engines.py`). A fault
 is planted in the second of three blocks, or at the ends of the model. `assert_same_behavior(..., pair="structure")` is
-asked with records of which `tokens=` says which tokens there are, without a rename. *Right* means that the first line
-begins with the layer that has the fault, by its name; *other*, that it names another pair; *missed*, that
-there is no failure.
+asked with records of which `tokens=` says which tokens there are, without a rename. A right engine is also compared
+with a record of the trainer without measured noise, as of another process. *Right* means that the first line begins
+with the layer at fault, by its name; *other*, that it names another pair; *missed*, that there is no failure.
+Engines and faults were written before the code that pairs layers was read. Three things came after: the ranks; larger
+weights of query and key, for with nearly uniform attention faults of positions were below the rounding of bfloat16; and
+that faults of experts count at the mixture, the innermost layer that both have. In mixtures of 16 blocks in bfloat16,
+which are not on this page, a router near a tie chose other experts in 2 of 2 right engines: an alarm that says so.
 """
 
 from __future__ import annotations
@@ -151,7 +155,9 @@ def trials_of(kind: str, variant: Variant) -> Iterator[Trial]:
     trainer = trainer_of(kind, 0, variant.dtype)
     ids = trainers.randint(1, WORDS, (len(variant.lengths), max(variant.lengths)))
     mask = torch.arange(ids.shape[1]) < torch.tensor(variant.lengths)[:, None]
-    expected = of_trainer(trainers, trainer, ids, mask, variant)
+    stored = of_trainer(trainers, trainer, ids, mask, variant)
+    expected = stored.live_run.measured(stored) if stored.live_run else stored  # once, as the assertion would each time
+    stored = dataclasses.replace(stored)  # as of another process
     faults = dict(FAULTS[kind])
     if variant.decodes:
         faults.pop("mask")  # the last token sees all others in any case
@@ -163,12 +169,12 @@ def trials_of(kind: str, variant: Variant) -> Iterator[Trial]:
     for fault, place in {"": "", **faults}.items():
         engine, said = engine_of(trainer, fault, plain=variant.plain), ""
         if variant is RANKS:
-            shard(engine)
+            shard(engine, torch.distributed.get_rank(), 2)
         actual = of_engine(engines, engine, ids, variant)
         try:
             assert_same_behavior(actual, expected, pair="structure")
-            if not fault:  # as of two processes
-                assert_same_behavior(actual, dataclasses.replace(expected), pair="structure")
+            if not fault:
+                assert_same_behavior(actual, stored, pair="structure")
         except AssertionError as failure:
             said = str(failure).partition("\n")[0]
         named = said.removeprefix("a weight of ").partition(" ")[0].rstrip(":")

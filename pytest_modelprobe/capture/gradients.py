@@ -214,13 +214,14 @@ class Gradients:
     ) -> TensorObservation:
         """Return a new observation of a tensor of which the numbers are known."""
         local = local_tensor(tensor) if self.reads_layouts else tensor
-        samples = forward.samples
-        whole = local.is_nested or not samples.has_batch(samples.shape(local.shape))
+        given = () if local.is_nested else local.shape
+        shape = forward.samples.shape(given)
+        whole = local.is_nested or not forward.samples.has_batch(shape)
         seen = TensorObservation(tensor, number, reduced, whole=whole)
+        if shape is not given:
+            seen.shape = tuple(shape)
         if self.reads_layouts:
             seen.layout = value_layout(tensor)
-        if not tensor.is_nested:
-            seen.shape = tuple(samples.shape(tensor.shape))
         return seen
 
     def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:

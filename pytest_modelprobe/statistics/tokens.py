@@ -54,12 +54,14 @@ class Tokens(Samples):
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Return the elements of the tokens, a row for each, if the tensor has a place for each of them."""
-        axes, index = self._found(tensor.shape)
+        axes, index = (0, None) if tensor.is_nested else self._found(tensor.shape)
         if index is None:
             return tensor
         with ambient_modes_disabled():
             plain, reason = as_plain_tensor(tensor)
-            return tensor if reason else plain.flatten(0, axes - 1)[index.to(plain.device)]
+            if reason or plain.shape[:axes] != tensor.shape[:axes]:  # a shard of the tokens
+                return tensor
+            return plain.flatten(0, axes - 1)[index.to(plain.device)]
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of `rows` of a tensor."""

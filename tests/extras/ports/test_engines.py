@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,36 @@ def test_the_layer_at_fault_is_named(modelprobe, kind, fault, first):
 def test_a_fault_of_a_cache_is_named(modelprobe, fault):
     with pytest.raises(AssertionError, match=r"^model\.layers\.1\.self_attn does not compute what "):
         assert_same_behavior(*records(modelprobe, "llama", fault, decodes=True), pair="structure")
+
+
+def test_a_mixture_in_half_precision_may_choose_other_experts(modelprobe):
+    with pytest.raises(AssertionError, match="a router near a tie may choose other experts: compare in float32"):
+        assert_same_behavior(*records(modelprobe, "mixtral", "gate and up", dtype=torch.bfloat16), pair="structure")
+
+
+def test_one_rank_is_compared_with_the_whole(modelprobe, monkeypatch):
+    """A rank has as many heads of the query as the trainer has of the key: these are no pair."""
+    barrier, parts = threading.Barrier(2, timeout=60), {}
+
+    def all_reduce(y):
+        parts[threading.get_ident()] = y.clone()
+        barrier.wait()
+        total = sum(parts.values())
+        barrier.wait()
+        y.copy_(total)
+
+    trainer, ids, batch = engines.trainer_of("qwen3", 0), modelprobe.randint(1, 60, (1, 8)), engines.batch_of([8])
+    ranks = [engines.engine_of(trainer) for _ in range(2)]
+    expected = modelprobe.run(trainer, ids, use_cache=False, tokens=[8])
+    for rank, engine in enumerate(ranks):
+        engines.shard(engine, rank, 2)
+    monkeypatch.setattr(engines, "reduced", all_reduce)
+    other = threading.Thread(target=torch.no_grad()(ranks[1]), args=(ids[0], batch.positions, batch))
+    other.start()
+    with torch.no_grad():
+        actual = modelprobe.run(ranks[0], ids[0], batch.positions, batch, tokens=[8])
+    other.join()
+    assert_same_behavior(actual, expected, pair="structure")
 
 
 def test_other_layouts_are_refused_until_tokens_are_named(modelprobe):
