@@ -132,10 +132,6 @@ class Samples:
         """Return what is read of a tensor."""
         return tensor
 
-    def shape(self, shape: Sequence[int]) -> Sequence[int]:
-        """Return the shape of what is read of a tensor."""
-        return shape
-
     def sum(self) -> Tensor | None:
         """Return the sum of the hashes, which wraps as uint64 does, or `None` without a batch."""
         with ambient_modes_disabled():

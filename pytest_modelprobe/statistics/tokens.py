@@ -54,25 +54,11 @@ class Tokens(Samples):
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Return the elements of the tokens, a row for each, if the tensor has a place for each of them."""
-        axes, index = (0, None) if tensor.is_nested else self._found(tensor.shape)
-        if index is None:
-            return tensor
         with ambient_modes_disabled():
             plain, reason = as_plain_tensor(tensor)
-            if reason or plain.shape[:axes] != tensor.shape[:axes]:  # a shard of the tokens
-                return tensor
-            return plain.flatten(0, axes - 1)[index.to(plain.device)]
-
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of `rows` of a tensor."""
-        axes, index = self._found(shape)
-        return tuple(shape) if index is None else (len(index), *shape[axes:])
-
-    def _found(self, shape: Sequence[int]) -> tuple[int, Tensor | None]:
-        """Return how many first axes are those of tokens, and which of their places are tokens."""
-        for axes in range(1, len(shape) + 1):
-            found = tuple(n for n in shape[:axes] if n > 1)
-            for places, index in self._places.items():
-                if found and found in (places, (math.prod(places),)):
-                    return axes, index
-        return 0, None
+            for axes in range(1, 1 if reason or plain.is_nested else plain.dim() + 1):
+                found = tuple(n for n in plain.shape[:axes] if n > 1)
+                for places, index in self._places.items():
+                    if found and found in (places, (math.prod(places),)):
+                        return plain.flatten(0, axes - 1)[index.to(plain.device)]
+        return tensor
