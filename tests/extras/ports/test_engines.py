@@ -66,7 +66,7 @@ def test_a_fault_of_a_cache_is_named(modelprobe, fault):
 
 
 def test_a_mixture_in_half_precision_may_choose_other_experts(modelprobe):
-    with pytest.raises(AssertionError, match="a router near a tie may choose other experts: compare in float32"):
+    with pytest.raises(NothingObservedError, match=r"a router near a tie chooses other experts, .*compare in float32"):
         assert_same_behavior(*records(modelprobe, "mixtral", "gate and up", dtype=torch.bfloat16), pair="structure")
 
 
