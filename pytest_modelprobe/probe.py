@@ -25,6 +25,7 @@ from .runs import (
     Loss,
     Mode,
     Options,
+    Requests,
     Run,
     Watch,
     architecture,
@@ -143,6 +144,7 @@ class ModelProbe:
         profile: bool = False,
         isolate: bool = True,
         histograms: bool | None = None,
+        tokens: Requests | None = None,
         kwargs: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
     ) -> Record:
@@ -170,6 +172,10 @@ class ModelProbe:
                 own code changed. The run itself takes no longer.
             histograms: Whether to record the histogram of each value and gradient, in `Reading.histogram`. By
                 default they are recorded if a report of the run of pytest is asked for.
+            tokens: Which tokens there are, for a comparison with a model that has them in another layout: a mask, as of
+                padding, or the lengths of the requests that are packed in one row: a list, or a dict of the number of a
+                request → its length where the order is another. Of a value with a place for each token the record has
+                the numbers of these.
             kwargs: Keyword arguments for the model whose names are options of `run`.
             **model_kwargs: Keyword arguments for the model.
 
@@ -195,6 +201,7 @@ class ModelProbe:
             attention=attention,
             profile=profile,
             histograms=self._histograms if histograms is None else histograms,
+            tokens=tokens,
         )
         all_kwargs = {**(kwargs or {}), **model_kwargs}
         run = Run(model, args, all_kwargs, options, loss, mode, device=self.device, seed=self.seed, isolate=isolate)
@@ -221,6 +228,7 @@ class ModelProbe:
         isolate: bool = True,
         histograms: bool | None = None,
         steps: int = 1,
+        tokens: Requests | None = None,
     ) -> Watch:
         """Observe the model until the watch or the probe is closed.
 
@@ -235,6 +243,7 @@ class ModelProbe:
             isolate: As in `run`. This copies the inputs of the first forwards.
             histograms: As in `run`.
             steps: How many steps of training to keep in `Watch.steps`.
+            tokens: As in `run`; those of each forward.
 
         Raises:
             UnsupportedModelError: No module, or one that cannot be probed.
@@ -263,6 +272,7 @@ class ModelProbe:
             isolate=isolate,
             histograms=self._histograms if histograms is None else histograms,
             steps=steps,
+            tokens=tokens,
             seed=self.seed,
         )
         self._open = [other for other in self._open if not other.closed]

@@ -73,6 +73,8 @@ class Options:
     """Whether to count the elements of each tensor and gradient in bins."""
     steps: int = 1
     """How many steps of training to keep, each apart."""
+    tokens: statistics.Requests | None = None
+    """Which tokens there are, if values are compared token by token; see `statistics.Tokens`."""
 
     @property
     def keeps(self) -> bool:
@@ -109,7 +111,8 @@ class Capture:
         self._profiler = Profiler() if options.profile else None
         self.guard = HookGuard(self.notes, self._profiler)
         self._on_forward = on_forward
-        self.observed = ObservedForwards(options.steps)
+        tokens = None if options.tokens is None else statistics.Tokens(options.tokens)
+        self.observed = ObservedForwards(options.steps, tokens)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
         self.training = Steps(self.observed)
         self.gradients = Gradients(

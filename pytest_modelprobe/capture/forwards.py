@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.record import ForwardKind, OptimizerGroup
-from pytest_modelprobe.statistics import Reduction, SeenSamples
+from pytest_modelprobe.statistics import Reduction, Samples, SeenSamples
 from pytest_modelprobe.text import count
 
 from .observation import DoneForward, Forward, ParameterGradient, Parts, Totals, merge_into
@@ -128,9 +128,11 @@ class ObservedForwards:
 
     Args:
         most_steps: How many steps are kept; those after them are merged.
+        tokens: The samples of each forward; by default they are told by what the model is given.
     """
 
-    def __init__(self, most_steps: int = 0) -> None:
+    def __init__(self, most_steps: int = 0, tokens: Samples | None = None) -> None:
+        self._tokens = tokens
         self.first: Forward | None = None
         self.newest: Forward | None = None
         self.count = 0
@@ -211,7 +213,7 @@ class ObservedForwards:
         trains = torch.is_grad_enabled()
         if trains and self.step.seen and not accumulates():  # equal samples of earlier passes are no part of this batch
             self.step.seen.clear()
-        samples = statistics.samples_of(inputs, self.step.seen.get(kind) if trains else None)
+        samples = self._tokens or statistics.samples_of(inputs, self.step.seen.get(kind) if trains else None)
         self.newest = Forward(self.count, kind, samples, devices)
         self._kinds[kind] += 1
         self.first = self.first or self.newest

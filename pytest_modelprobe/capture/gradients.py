@@ -214,8 +214,11 @@ class Gradients:
     ) -> TensorObservation:
         """Return a new observation of a tensor of which the numbers are known."""
         local = local_tensor(tensor) if self.reads_layouts else tensor
-        whole = local.is_nested or not forward.samples.has_batch(local.shape)
+        rows = forward.samples.rows(local)
+        whole = local.is_nested or not forward.samples.has_batch(rows.shape)
         seen = TensorObservation(tensor, number, reduced, whole=whole)
+        if rows is not local:
+            seen.shape = tuple(rows.shape)
         if self.reads_layouts:
             seen.layout = value_layout(tensor)
         return seen

@@ -7,6 +7,7 @@ state, how often, and what is restored afterwards. Outside a watch, a run leaves
 from __future__ import annotations
 
 from pytest_modelprobe.capture import Options as Options
+from pytest_modelprobe.statistics import Requests as Requests
 
 from . import compilation as compilation
 from . import noise as noise

@@ -71,6 +71,7 @@ class Watch:
             code changed. This copies the inputs of the first forwards.
         histograms: Whether to record the histogram of each value and gradient.
         steps: How many steps of training to keep, each in a record of its own.
+        tokens: Which tokens each forward has, see `ModelProbe.run`.
         seed: Stored in the record.
 
     >>> import torch
@@ -96,6 +97,7 @@ class Watch:
         isolate: bool = True,
         histograms: bool = False,
         steps: int = 1,
+        tokens: statistics.Requests | None = None,
         seed: int | None = None,
     ) -> None:
         options = Options(
@@ -106,6 +108,7 @@ class Watch:
             profile=profile,
             histograms=histograms,
             steps=steps,
+            tokens=tokens,
         )
         if not isinstance(steps, int) or steps < 0:
             raise UsageError(f"steps is how many steps of training to keep, 0 or more; got {steps!r}")

@@ -43,6 +43,7 @@ from .operations import (
     on_cpu,
 )
 from .readable import ABSTRACT, ambient_modes_disabled, as_plain_tensor, is_expanded
+from .tokens import Requests, Tokens
 
 __all__ = [
     "ABSTRACT",
@@ -59,6 +60,8 @@ __all__ = [
     "ambient_modes_disabled",
     "reduce",
     "samples_of",
+    "Requests",
+    "Tokens",
     "sum_of_hashes",
     "with_signs_of",
 ]
@@ -91,6 +94,7 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
+    tensor = samples.rows(tensor)
     if not function_modes():  # these see even attributes of tensors; no other mode sees what `by_kernel` does
         by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None, histogram)
         if by_one_read is not None:

@@ -128,6 +128,10 @@ class Samples:
         """Return whether dimension 0 of a value is the batch, or the value is of the only sample."""
         return self._is_one or (bool(shape) and shape[0] in self._sizes)
 
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return what is read of a tensor."""
+        return tensor
+
     def sum(self) -> Tensor | None:
         """Return the sum of the hashes, which wraps as uint64 does, or `None` without a batch."""
         with ambient_modes_disabled():

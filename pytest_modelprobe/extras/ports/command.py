@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -74,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
         longest = max(reference.inputs, port.inputs, key=len)
         tensors = [one.tensor(probe, at) for at, one in enumerate(longest)]
         for one, tensor in zip(port.inputs, tensors, strict=False):
-            if one.shape != tuple(tensor.shape):
+            if math.prod(one.shape) != tensor.numel():
                 raise UsageError(f"--input-b {one} has another shape than {tuple(tensor.shape)}, that of A's input")
         shared = min(len(reference.inputs), len(port.inputs))
         calls = [_call(side.model, side.inputs, tensors, shared) for side in (port, reference)]
@@ -86,8 +87,9 @@ def _call(model: nn.Module, inputs: Sequence[Input], tensors: Sequence[Tensor], 
 
     Else fingerprints could not always be compared: where samples have one first input, the others draw the signs.
     """
-    args = tuple(x for one, x in zip(inputs, tensors, strict=False) if one.name is None)
-    kwargs = {one.name: x for one, x in zip(inputs, tensors, strict=False) if one.name is not None}
+    given = [(one.name, x.reshape(one.shape)) for one, x in zip(inputs, tensors, strict=False)]
+    args = tuple(x for name, x in given if name is None)
+    kwargs = {name: x for name, x in given if name is not None}
     if len(inputs) > shared:
         names = [one.name for one in inputs[shared:] if one.name is not None]
         taken = [name for name in inspect.signature(model.forward).parameters if name not in kwargs]
@@ -145,9 +147,12 @@ def _paired(
     from .pairing import pair
 
     records = []
-    for letter, model, (args, kwargs) in zip("BA", (port, reference), calls, strict=True):
+    first = [next(iter((*args, *kwargs.values())), None) for args, kwargs in calls]
+    flat = None not in first and len({x.shape for x in first if x is not None}) > 1  # one has no batch axis
+    for letter, model, (args, kwargs), x in zip("BA", (port, reference), calls, first, strict=True):
+        tokens = x.new_ones(x.shape[:-1] if x.is_floating_point() else x.shape) if flat and x is not None else None
         try:
-            records.append(probe.run(model, *args, mode="eval", kwargs=kwargs, isolate=False))
+            records.append(probe.run(model, *args, mode="eval", tokens=tokens, kwargs=kwargs, isolate=False))
         except ModelProbeError:
             raise
         except Exception as error:  # whatever a model raises on inputs that do not fit

@@ -7,8 +7,11 @@ return, by their parameters, and by the values, which are the same up to the fir
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +32,8 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.text import count, failure, listed
 
+from .layouts import Sums, chosen, forms, main, size, sums_of
+
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
@@ -38,6 +43,8 @@ class Pairing:
     expected: Record
     steps: tuple[tuple[Step, Step], ...]
     """Calls of the actual and of the expected, in the order in which those of the actual returned."""
+    sums: Sums
+    """What is compared with a residual added."""
     ambiguous: tuple[str, ...]
     """Names, in the actual, of called layers that fit several of the expected equally well. They are not paired."""
 
@@ -74,7 +81,7 @@ class Pairing:
             if names:
                 rows.append(f"{count(len(names), 'layer')} of {record.model} without a partner: {listed(names)}")
         for record, call in self._forwards():
-            others = [value.path for value in call.outputs if value is not _main(call.outputs)]
+            others = [value.path for value in call.outputs if value is not main(call.outputs)]
             if others:
                 rows.append(f"Only the largest output is compared, not {listed(others)} of {record.model}")
         if self.ambiguous:
@@ -98,6 +105,8 @@ def pair(actual: Record, expected: Record, rename: Mapping[str, str] | None = No
     early = set(_aligned(mine, theirs, scores))
     late = {(a, e) for a, e in _aligned(mine[::-1], theirs[::-1], scores)}
     sure = sorted(early & late, key=lambda found: mine.index(found[0]))
+    chance = _by_chance(sure, scores)
+    sure = [found for found in sure if found not in chance]
     by_layer: dict[str, str] = {}
     for a, e in sure:  # a shared layer is where its first call says
         if a.layer.name not in by_layer and e.layer.name not in by_layer.values():
@@ -109,7 +118,9 @@ def pair(actual: Record, expected: Record, rename: Mapping[str, str] | None = No
         )
     steps = tuple((a, e) for a, e in sure if by_layer.get(a.layer.name) == e.layer.name)
     unsure = {a.layer.name: None for a, _ in sorted(early ^ late, key=lambda found: mine.index(found[0]))}
-    return Pairing(actual, expected, steps, tuple(name for name in unsure if name not in by_layer))
+    return Pairing(
+        actual, expected, steps, sums_of(steps, _is_same), tuple(name for name in unsure if name not in by_layer)
+    )
 
 
 def port_failure(pairing: Pairing, tolerance: float = 1.0, *, unknown: Collection[str] = ()) -> str:
@@ -133,7 +144,8 @@ def port_failure(pairing: Pairing, tolerance: float = 1.0, *, unknown: Collectio
             f"the largest outputs of {pairing.actual.model} and {pairing.expected.model} have no numbers or another "
             "size, so that they cannot be compared: wrap one model in a module that returns what the other does"
         )
-    different = [one for one in known if one.output.differs]
+    steps_of = {one.actual: one for one in judged}
+    different = [one for one in known if one.output.differs and (one.input.same or not _is_within_same(one, steps_of))]
     ties = list(_other_ties(pairing))
     weights = [one for one in judged if one.weights]
     if not (different or ties or weights):
@@ -152,6 +164,12 @@ def port_failure(pairing: Pairing, tolerance: float = 1.0, *, unknown: Collectio
         first = f"{weights[0].names}: {weights[0].weights}; {looked_at}"
     else:
         first = f"{ties[0]}; {looked_at}"
+    mixtures = [one for one in judged if one.may_route_otherwise(pairing.expected)]
+    if own in mixtures and not any(one.output.same and _is_inside(one.actual, own.actual) for one in mixtures):
+        raise NothingObservedError(
+            f"{first}; in half precision a router near a tie chooses other experts, so that this tells no error: "
+            "compare in float32"
+        )
     rows = [one.row() for one in dict.fromkeys([*([own] if own else []), *different, *weights])]
     steps = [*ties, *str(pairing).splitlines()]
     if own is not None and not own.weights:
@@ -176,8 +194,10 @@ class _Judged:
     def of(cls, a: Step, e: Step, pairing: Pairing, times: float) -> _Judged:
         measured = pairing.expected.noise is not None
         compared = functools.partial(_change, measured=measured, times=times)
-        taken = compared(_main(a.call.inputs), _main(e.call.inputs))
-        made = compared(_main(a.call.outputs), _main(e.call.outputs))
+        taken, made = (
+            compared(*(chosen(step, side, at, pairing.sums) for side, step in enumerate((a, e))))
+            for at in ("inputs", "outputs")
+        )
         weights = _other_weights(a.layer, e.layer)
         inside = a.last_child or e.last_child  # what a container has itself, the other may have in a layer inside
         if not weights and taken.same and made.differs and inside is None:
@@ -199,6 +219,13 @@ class _Judged:
             return f"{said} for equal inputs, first in what it passes to {behind.actual.label}"
         return f"{said} for equal inputs" + (" and weights" if self.actual.layer.parameters else "")
 
+    def may_route_otherwise(self, expected: Record) -> bool:
+        """Whether it is a mixture of experts in half precision, where rounding may choose others."""
+        made = main(self.expected.call.outputs)
+        inside = (name for name in expected.layers if name.startswith(self.expected.layer.name))
+        is_half = made is not None and tolerance.epsilon(made.dtype) > tolerance.epsilon("float32")
+        return is_half and any("expert" in name for name in inside)
+
     def row(self) -> list[str]:
         then = self.expected.layer.attributes
         attributes = [
@@ -208,6 +235,14 @@ class _Judged:
         ]
         known = "; ".join([*([self.weights] if self.weights else []), *attributes[:2]])
         return [self.actual.name, self.expected.name, _share(self.input), _share(self.output), known]
+
+
+def _is_within_same(one: _Judged, others: Mapping[Step, _Judged]) -> bool:
+    """Whether the innermost pair around one takes and returns the same: how it computes that is its own matter."""
+    parent = one.actual.parent
+    while parent is not None and parent not in others:
+        parent = parent.parent
+    return parent is not None and others[parent].input.same and others[parent].output.same
 
 
 def _is_inside(step: Step, other: Step) -> bool:
@@ -226,11 +261,22 @@ def _share(found: tolerance.ValueChange) -> str:
 
 
 def _change(a: Value | None, e: Value | None, *, measured: bool, times: float) -> tolerance.ValueChange:
-    if a is None or e is None or not (is_read(a.forward) and is_read(e.forward)) or _size(a) != _size(e):
+    if a is None or e is None or not (is_read(a.forward) and is_read(e.forward)) or size(a) != size(e):
         return tolerance.UNKNOWN
-    scale = functools.partial(tolerance.norm, e.forward)
+    x, y = a.forward, e.forward
+    scale = functools.partial(tolerance.norm, y)
+    if x.fingerprint and y.fingerprint and None in (x.statistics, y.statistics):  # a sum
+        x, y = (dataclasses.replace(reading, statistics=None) for reading in (x, y))
     precision: Precision = "measured" if measured else "unmeasured"
-    return tolerance.change(a.forward, e.forward, dtype=e.dtype, precision=precision, times=times, scale=scale)
+    rounding = tolerance.epsilon(e.dtype)
+    if rounding > tolerance.epsilon("float32"):  # each of the two rounds in its own order, in each layer
+        times *= 2
+        y = y if y.noise is not None else dataclasses.replace(y, noise=rounding)
+    return tolerance.change(x, y, dtype=e.dtype, precision=precision, times=times, scale=scale, rounding=rounding)
+
+
+def _is_same(a: Value, e: Value) -> bool:
+    return _change(a, e, measured=False, times=1.0).same
 
 
 def _other_weights(a: Layer, e: Layer) -> str:
@@ -284,15 +330,50 @@ def _reject_other_inputs(actual: Record, expected: Record) -> None:
     """Refuse models that were given other tensors: the fingerprint of every value depends on all of these."""
     mine, theirs = ([s.call for s in _candidates(record) if s.outermost] for record in (actual, expected))
     for a, e in zip(mine, theirs, strict=False):
-        changes = [_change(x, y, measured=False, times=1.0) for x, y in zip(a.inputs, e.inputs, strict=False)]
-        if len(a.inputs) == len(e.inputs) and not any(change.differs for change in changes):
+        same_samples = a.samples == e.samples is not None  # so no sign depends on what only one of them is given
+        both = [(x, y) for x, y in zip(a.inputs, e.inputs, strict=False) if not same_samples or x.path == y.path]
+        both += [(a.inputs[0], e.inputs[0])] if a.inputs and e.inputs else []
+        comparable = same_samples or len(a.inputs) == len(e.inputs)
+        if comparable and not any(_change(x, y, measured=False, times=1.0).differs for x, y in both):
             continue
         given = [listed([f"{v.path} {v.shape}" for v in call.inputs], most=9) or "no tensor" for call in (a, e)]
+        packed = a.inputs and e.inputs and a.inputs[0].shape != e.inputs[0].shape
+        advice = (
+            "tokens= in both runs says which tokens there are, if one packs what the other pads"
+            if packed
+            else "give both the same, and bind what only one takes in a functools.partial of its forward"
+        )
         raise NothingObservedError(
             f"{actual.model} was given {given[0]} and {expected.model} {given[1]}, which are not the same tensors, so "
-            "that no value can be compared: give both the same, and bind what only one takes in a functools.partial "
-            "of its forward"
+            f"that no value can be compared: {advice}"
         )
+
+
+def _by_chance(steps: Sequence[tuple[Step, Step]], scores: _Scores) -> set[tuple[Step, Step]]:
+    """Return pairs of layers with other names that have other weights in all blocks: they are as large by chance.
+
+    A rank has as many rows of one matrix for query, key and value as the other implementation has of the query alone.
+    If no matrix is the same, weights were not carried over yet, and tell nothing.
+    """
+    other = {(a, e) for a, e in steps if _other_weights(a.layer, e.layer)}
+    if all(found in other or not any(len(p.shape) > 1 for p in found[0].layer.parameters) for found in steps):
+        return set()
+    pairs: dict[str, list[tuple[Step, Step]]] = {}
+    for a, e in steps:
+        pairs.setdefault(_own_name(a), []).append((a, e))
+    blocks = Counter(name.rpartition(".")[2] for name in scores.mine)
+
+    def is_strange(name: str, found: tuple[Step, Step]) -> bool:
+        a, e = found
+        told = a.layer.name in scores.told_of
+        return blocks[name] > 1 and found in other and _own_name(e) != name and not told
+
+    strange = (those for name, those in pairs.items() if all(is_strange(name, found) for found in those))
+    return {found for those in strange for found in those}
+
+
+def _own_name(step: Step) -> str:
+    return step.layer.name.rpartition(".")[2]
 
 
 # --- the alignment ------------------------------------------------------------------------------------------------
@@ -301,20 +382,10 @@ def _reject_other_inputs(actual: Record, expected: Record) -> None:
 def _candidates(record: Record) -> Iterator[Step]:
     """Yield the calls that compute something, in the order in which they returned: dropout that is off does not."""
     for step in CallTree(record).returned:
-        taken, made = _main(step.call.inputs), _main(step.call.outputs)
+        taken, made = main(step.call.inputs), main(step.call.outputs)
         passes_on = taken is not None and made is not None and taken.forward.fingerprint == made.forward.fingerprint
         if made is not None and not (passes_on and made.forward.fingerprint is not None and not step.layer.parameters):
             yield step
-
-
-def _main(values: Sequence[Value]) -> Value | None:
-    """Return the largest floating-point value, or the first value if there is none."""
-    floating = [value for value in values if value.is_floating]
-    return max(floating, key=_size, default=values[0] if values else None)
-
-
-def _size(value: Value) -> int:
-    return math.prod(d if isinstance(d, int) else d[1] for d in value.shape)
 
 
 class _Scores:
@@ -331,28 +402,28 @@ class _Scores:
             return 1000.0 if self.told.get(then) == now else None
         if a.outermost or e.outermost:
             return 100.0 if a.outermost and e.outermost else None
-        x, y = _main(a.call.outputs), _main(e.call.outputs)
-        if x is None or y is None or _size(x) != _size(y):
+        x, y = main(a.call.outputs), main(e.call.outputs)
+        if x is None or y is None or size(x) != size(y):
             return None
         leaf = a.last_child is None
         if leaf != (e.last_child is None):
             return None
-        if leaf and _kind(a) != _kind(e):
+        given, taken = forms(a.call.inputs), forms(e.call.inputs)
+        if leaf and (_kind(a) != _kind(e) or list(map(size, given[:1])) != list(map(size, taken[:1]))):
             return None
-        given, taken = _main(a.call.inputs), _main(e.call.inputs)
         score = 1.0 + 4 * (now == then)
         score += 2 if self.mine[now] == self.theirs[then] else -0.5
-        score += 2 * _change(x, y, measured=False, times=1.0).same
-        score += 2 * _change(given, taken, measured=False, times=1.0).same
+        score += 2 * any(_is_same(*both) for both in itertools.product(forms(a.call.outputs), forms(e.call.outputs)))
+        score += 2 * any(_is_same(*both) for both in itertools.product(given, taken))
         if leaf and a.layer.parameters:
             score += 2 * (not _other_weights(a.layer, e.layer))
         score += 0.5 * (a.layer.type_name == e.layer.type_name)
-        return score + 0.25 * (now.rpartition(".")[2] == then.rpartition(".")[2])
+        return score + 0.25 * (_own_name(a) == _own_name(e))
 
 
 def _kind(step: Step) -> tuple[int, bool, int]:
     """Return what a layer without layers inside is: a norm has vectors, a linear layer a matrix, an embedding ids."""
-    taken = _main(step.call.inputs)
+    taken = main(step.call.inputs)
     rank = max((len(p.shape) for p in step.layer.parameters), default=0)
     largest = max((math.prod(p.shape) for p in step.layer.parameters), default=0)
     return rank, taken is not None and taken.is_floating, largest

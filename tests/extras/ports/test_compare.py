@@ -35,6 +35,11 @@ class Masked(B):
     def forward(self, x, mask):
         return super().forward(x) * mask
 
+class Flat(B):
+    def forward(self, x):
+        assert x.ndim == 2
+        return super().forward(x)
+
 class Named(B):
     def forward(self, *, hidden):
         return super().forward(hidden)
@@ -52,6 +57,12 @@ def test_weights_are_carried_into_a_fused_layer_and_the_port_is_the_same(capsys)
     out = capsys.readouterr().out
     assert "qk.weight = rows of q.weight, k.weight" in out
     assert "2 layers of A without a partner: q and k" in out
+
+
+def test_a_port_without_a_batch_axis_is_given_the_same_tokens(capsys):
+    given = ["--input", "1x4x8", "--input-b", "4x8", "--weights", "a"]
+    assert cli.main(["compare", "two_nets:A", "two_nets:Flat", *given]) == 0
+    assert "Same: 2 pairs of layers" in capsys.readouterr().out
 
 
 def test_a_pairing_that_renames_nothing_leaves_no_blank_lines(capsys):
