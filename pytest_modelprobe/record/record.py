@@ -125,6 +125,7 @@ class LiveRun(Protocol):
         only: Collection[str] | None = None,
         *,
         own_arguments: bool = False,
+        observer: Any = None,
     ) -> Record:
         """Fill in each call's `IsolatedResponse`, to synthetic tensors made as in the responses of ``like``.
 
@@ -134,6 +135,7 @@ class LiveRun(Protocol):
             names: What had another name when ``like`` was made.
             only: Names of the layers to run. By default all are run.
             own_arguments: Whether plain arguments are those of the run instead of those of ``like``.
+            observer: Sees the tensors of the calls: a ``runs.isolation.CallObserver``.
         """
 
     def measured(self, record: Record) -> Record:

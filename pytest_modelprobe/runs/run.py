@@ -56,7 +56,7 @@ from pytest_modelprobe.record import (
 )
 
 from . import noise
-from .isolation import IsolationOptions, Key, Repeat, doubtful, in_float64, isolate_repeatedly, noisy
+from .isolation import CallObserver, IsolationOptions, Key, Repeat, doubtful, in_float64, isolate_repeatedly, noisy
 from .loss import Loss, NoGradientError, detaching_call, loss_of
 from .noise import InFloat32
 from .origin import find_gradient_origin, find_origin
@@ -282,6 +282,7 @@ class Run:
             expected={(layer.name, call.index): call for layer, call in expected},
             names=request.names,
             gradient=self.loss is not None,
+            observer=request.observer,
         )
         with self._prepared(start=start):
             return isolate_repeatedly(self.model, self._forward, repeats, options, each)
@@ -475,6 +476,7 @@ class IsolationRequest:
     names: NamesBefore | None = None
     only: Collection[str] | None = None
     own_arguments: bool = False
+    observer: CallObserver | None = None
 
 
 class Isolating(Protocol):
@@ -509,13 +511,14 @@ class WeakLiveRun(Generic[S]):
         only: Collection[str] | None = None,
         *,
         own_arguments: bool = False,
+        observer: CallObserver | None = None,
     ) -> Record:
         """Fill in the isolated response of each call."""
         source = self._source()
         if source is None:
             found = with_note(record, f"no layer was called alone: {self._gone}")
         else:
-            found = source.isolated(record, IsolationRequest(like or record, names, only, own_arguments))
+            found = source.isolated(record, IsolationRequest(like or record, names, only, own_arguments, observer))
         return with_live_run(found, self)
 
     def measured(self, record: Record) -> Record:

@@ -273,6 +273,7 @@ class Watch:
                 recipes=recipes,
                 names=request.names,
                 gradient=bool(record.backwards),
+                observer=request.observer,
             )
             try:
                 responses = self._forwards.isolated(self.model, kind, options)

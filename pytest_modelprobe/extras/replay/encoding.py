@@ -1,0 +1,205 @@
+"""Layers and the values in their calls → plain JSON and tensors, and back.
+
+No constructor is called, because its arguments are not known: an object is made of its class and its attributes, as
+`copy.copy` does. An attribute that is no plain data, and no object of a class that can be imported, is left out.
+
+What a file names is imported and run. Nothing of Python's standard library is, as a layer needs none of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import pkgutil
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe.exceptions import UsageError
+
+_CONTAINERS: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "set"}
+_FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
+_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
+"""Attributes of every module that are hooks and the like."""
+
+_LEFT_OUT = _OF_MODULES | {"forward", "_flat_weight_refs"}
+"""The `forward` is that of the isolated call. The others are references to weights of an RNN, which are there too."""
+
+
+class NotPlainError(Exception):
+    """A value cannot be written. The text says which."""
+
+
+class Encoder:
+    """Turns values into JSON, and collects their tensors. What is one object stays one.
+
+    >>> tensors = {}
+    >>> Encoder(tensors, {})((torch.ones(2), {"eps": 1e-5}), "it")
+    {'tuple': [{'tensor': '0'}, {'dict': [['eps', 1e-05]]}]}
+    >>> tensors
+    {'0': tensor([1., 1.])}
+
+    Args:
+        tensors: What the tensors are added to.
+        called: Modules, by id, of which the modules inside are left out, because they are not called.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], called: Mapping[int, object]) -> None:
+        self._tensors, self._called = tensors, called
+        self._known: dict[int, Any] = {}
+        self.left_out: list[str] = []
+        """Attributes that are no plain data, each with the reason."""
+
+    def __call__(self, value: Any, where: str) -> Any:
+        """Return a value as JSON."""
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if kind is list:
+            return [self(one, where) for one in value]
+        if kind in _CONTAINERS:
+            return {_CONTAINERS[kind]: [self(one, where) for one in value]}
+        if kind in (dict, OrderedDict):
+            return {"dict": [[self(key, where), self(one, f"{where}[{key!r}]")] for key, one in value.items()]}
+        if isinstance(value, _OF_TORCH):
+            return {"torch": str(value).removeprefix("torch.")}
+        if kind is torch.device:
+            return {"device": None}
+        if id(value) not in self._known:
+            self._known[id(value)] = {"same": len(self._known)}
+            return self._new(value, where)
+        return self._known[id(value)]
+
+    def _new(self, value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+                raise NotPlainError(f"{where} is a tensor that is not dense ({type(value).__name__})")
+            key = str(len(self._tensors))
+            self._tensors[key] = value.detach().clone(memory_format=torch.contiguous_format)
+            return {"parameter" if isinstance(value, nn.Parameter) else "tensor": key}
+        if isinstance(value, _FUNCTIONS):
+            return {"name": _name_of(value, where)}
+        name = _name_of(type(value), where)
+        if isinstance(value, Mapping | tuple):  # such as an output of transformers, or a named tuple
+            fields = dict(value) if isinstance(value, Mapping) else value._asdict() if hasattr(value, "_asdict") else {}
+            if not (dataclasses.is_dataclass(value) or fields):
+                raise NotPlainError(f"{where} is a {type(value).__name__}")
+            return {"made": name, "of": {key: self(one, f"{where}.{key}") for key, one in fields.items()}}
+        if isinstance(value, list | set | str | bytes | int | float) or not hasattr(value, "__dict__"):
+            raise NotPlainError(f"{where} is a {type(value).__name__}")
+        return {"object": name, "of": self._attributes(value, where)}
+
+    def _attributes(self, value: Any, where: str) -> dict[str, Any]:
+        found, is_module = {}, isinstance(value, nn.Module)
+        for name, one in vars(value).items():
+            if is_module and name in _LEFT_OUT:
+                continue
+            if name == "_modules" and id(value) in self._called:
+                one = {}
+            try:
+                found[name] = self(one, f"{where}.{name}")
+            except NotPlainError as error:
+                if is_module and name in ("_parameters", "_buffers", "_modules"):
+                    raise
+                self.left_out.append(str(error))
+        return found
+
+
+def _name_of(thing: Any, where: str) -> str:
+    member = f".{thing.name}" if isinstance(thing, enum.Enum) else ""
+    named = type(thing) if member else thing
+    name = f"{named.__module__}:{named.__qualname__}{member}"
+    try:
+        if named.__module__ != "__main__" and pkgutil.resolve_name(name) is thing:
+            return name
+    except (ImportError, AttributeError, ValueError):
+        pass
+    raise NotPlainError(f"{where} is of {name.replace(':', '.')}, which cannot be imported by that name")
+
+
+class Decoder:
+    """Turns what `Encoder` made back into values, with their tensors on a device and floats in a dtype.
+
+    >>> Decoder({"0": torch.ones(2)}, dtype=torch.float64)([{"tensor": "0"}, {"float": "inf"}])
+    [tensor([1., 1.], dtype=torch.float64), inf]
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        self._tensors, self._device, self._dtype = tensors, device or torch.device("cpu"), dtype
+        self._known: list[Any] = []
+
+    def __call__(self, data: Any) -> Any:
+        """Return the value."""
+        if isinstance(data, list):
+            return [self(one) for one in data]
+        if not isinstance(data, dict):
+            return data
+        (kind, content), *of = data.items()
+        if kind == "float":
+            return float(content)
+        if kind in ("tuple", "size", "set"):
+            return {"tuple": tuple, "size": torch.Size, "set": set}[kind](self(content))
+        if kind == "dict":
+            return {self(key): self(one) for key, one in content}
+        if kind == "torch":
+            return getattr(torch, content)
+        if kind == "device":
+            return self._device
+        if kind == "same":
+            return self._known[content]
+        at = len(self._known)
+        self._known.append(None)
+        if kind == "object":
+            made = self._known[at] = _empty(content)
+            vars(made).update({name: self(one) for name, one in of[0][1].items()})
+        elif kind == "made":
+            made = resolved(content)(**{name: self(one) for name, one in of[0][1].items()})
+        elif kind == "name":
+            made = resolved(content)
+        else:
+            made = self.tensor(self._tensors[content])
+            made = nn.Parameter(made, requires_grad=False) if kind == "parameter" else made
+        self._known[at] = made
+        return made
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor on the device, of floats in the dtype."""
+        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None, copy=True)
+
+
+def _empty(name: str) -> Any:
+    cls = resolved(name)
+    if not isinstance(cls, type):
+        raise UsageError(f"{name} is no class")
+    made: Any = object.__new__(cls)
+    if isinstance(made, nn.Module):
+        nn.Module.__init__(made)
+    return made
+
+
+def resolved(name: str) -> Any:
+    """Return what ``module:name`` is.
+
+    Raises:
+        UsageError: It cannot be imported, or it is in the standard library.
+    """
+    top = name.partition(":")[0].partition(".")[0]
+    if top in sys.stdlib_module_names - {"math"}:
+        raise UsageError(f"the file names {name}, of Python's standard library, which no layer is made of")
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        advice = "run the command in the root of the project, with the packages of the test"
+        raise UsageError(f"{name} cannot be imported ({error}): {advice}") from error

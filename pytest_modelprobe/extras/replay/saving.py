@@ -1,0 +1,162 @@
+"""Write the call of a layer, alone on synthetic tensors, into a file of safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import platform
+import sys
+from collections import defaultdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe.comparison import Diagnosis
+from pytest_modelprobe.files import file_name
+from pytest_modelprobe.record import IsolatedResponse, Record, codec
+from pytest_modelprobe.text import printable
+
+from .encoding import Encoder, NotPlainError
+
+KEY = "modelprobe"
+"""The entry of the metadata that holds all but the tensors."""
+
+SCHEMA = 1
+
+
+def save(diagnosis: Diagnosis, folder: str, item: pytest.Item, number: int) -> str:
+    """Write the call of the first cause whose layer, alone, computes something else; return a line that says where."""
+    found, layers = diagnosis.comparison, [cause.layer for cause in diagnosis.causes]
+    differing = (d for layer in layers for d in found.found if d.layer == layer and d.kind == "response")
+    first = next((d for d in differing if d.change is not None), None)
+    if first is None:
+        return "no call is saved: no layer that is a cause computes something else when it is called alone"
+    seen = _SeenCall(first.layer, first.call)
+    live_run, expected = found.actual.live_run, _response(found.expected, first.layer, first.call)
+    if live_run is not None:
+        live_run.isolated(
+            found.actual, like=found.expected, names=found.names_before, only=[first.layer], observer=seen
+        )
+    label = found.actual[first.layer].label
+    reason = seen.reason or ("" if seen.data else "it cannot be called again")
+    if reason or expected is None:
+        return printable(f"the call of {label} is not saved: {reason}")
+    then, now = (record[first.layer].attributes for record in (found.expected, found.actual))
+    seen.data |= {
+        "test": item.nodeid,
+        "label": label,
+        "type": found.actual[first.layer].type,
+        "expected": {h.where: codec.encode(h.reading) for h in expected.handed if h.reading is not None},
+        "attributes": {name: [now[name], then[name]] for name in now.keys() & then.keys() if now[name] != then[name]},
+        "path": _path_of(seen.data["class"].partition(".")[0], item.config.rootpath),
+    }
+    file = Path(folder) / f"{file_name(_name(item, first.layer, number))}.safetensors"
+    path = item.config.invocation_params.dir / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    from safetensors.torch import save_file
+
+    save_file(seen.tensors, path, metadata={KEY: json.dumps(seen.data)})
+    return printable(f"the call of {label} alone is saved: modelprobe replay {file}")
+
+
+def source_digest(cls: type) -> str:
+    """Return the digest of the source of a class; empty if there is none."""
+    try:
+        return hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()[:12]
+    except (OSError, TypeError):
+        return ""
+
+
+def versions(cls: type) -> dict[str, str]:
+    """Return the versions of Python, of torch, and of the package of a class."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    top = cls.__module__.partition(".")[0]
+    for name in metadata.packages_distributions().get(top, [])[:1]:
+        found[name] = metadata.version(name)
+    return found
+
+
+class _SeenCall:
+    """A `CallObserver` that keeps the first time that one call is made alone."""
+
+    def __init__(self, layer: str, index: int) -> None:
+        self._key = layer, index
+        self._times = 0
+        self.reason = ""
+        """Why the call cannot be saved; empty if it can."""
+        self.data: dict[str, Any] = {}
+        self.tensors: dict[str, Tensor] = {}
+
+    def begins(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, widened: bool) -> None:
+        """Keep the layer and the arguments."""
+        self._times += (call.layer, call.index) == self._key
+        if not self._seeing or (call.layer, call.index) != self._key:
+            return
+        module: nn.Module = call.module
+        children = {child.layer: child.module for child in call.calls}
+        encode = Encoder(self.tensors, {id(child): child for child in children.values()})
+        forward = vars(module).get("forward")
+        if module._forward_hooks or module._forward_pre_hooks:
+            self.reason = "it has hooks"
+        elif getattr(getattr(forward, "__wrapped__", None), "__func__", None) is not type(module).forward:
+            self.reason = "its forward is not that of its class"
+        try:
+            encoded = encode((module, args, kwargs), type(module).__name__)
+        except NotPlainError as error:
+            self.reason = self.reason or str(error)
+            return
+        device = next((str(tensor.device) for tensor in self.tensors.values()), "cpu")
+        self.data = {
+            "schema": SCHEMA,
+            "class": type(module).__module__,
+            "call": encoded,
+            "left_out": encode.left_out,
+            "mode": "train" if module.training else "eval",
+            "widened": widened,
+            "device": device,
+            "source": source_digest(type(module)),
+            "versions": versions(type(module)),
+            "children": defaultdict(list),
+            "computed": {},
+        }
+
+    @property
+    def _seeing(self) -> bool:
+        return self._times == 1 and not self.reason
+
+    def answered(self, child: str, output: Any) -> None:
+        """Keep what a child returned."""
+        if not self._seeing:
+            return
+        try:
+            self.data["children"][child].append(Encoder(self.tensors, {})(output, f"what {child} returns"))
+        except NotPlainError as error:
+            self.reason = str(error)
+
+    def computed(self, where: str, tensor: Tensor) -> None:
+        """Keep a tensor that the code computed."""
+        if self._seeing:
+            self.data["computed"][where] = key = str(len(self.tensors))
+            self.tensors[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _response(record: Record, layer: str, index: int) -> IsolatedResponse | None:
+    return next((call.response for call in record[layer].calls if call.index == index and call.response), None)
+
+
+def _name(item: pytest.Item, layer: str, number: int) -> str:
+    test = item.nodeid.replace("/", ".").replace("::", ".")
+    return f"{test}.{layer}" + (f".{number}" if number > 1 else "")
+
+
+def _path_of(top: str, root: Path) -> str:
+    """Return the folder below the root from which a module is imported; empty if it is an installed one."""
+    file = getattr(sys.modules.get(top), "__file__", None)
+    folder = None if file is None else Path(file).parent.parent if Path(file).stem == "__init__" else Path(file).parent
+    inside = folder is not None and folder.is_relative_to(root) and "site-packages" not in folder.parts
+    return folder.relative_to(root).as_posix() if inside and folder is not None else ""
