@@ -85,15 +85,23 @@ class SavedCall:
 
     def _computed(self, attributes: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the tensors that the layer computes, by their destinations."""
-        module, args, kwargs = Decoder(self._tensors, self._device, self._dtype)(self._data["call"])
+        label = self._data["label"]
+        try:
+            module, args, kwargs = Decoder(self._tensors, self._device, self._dtype)(self._data["call"])
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"the layer cannot be made of what the file holds: {error!r}") from error
         self.kind = type(module)
         vars(module).update(attributes)
-        found: dict[str, Tensor] = {}
+        answers = {name: _Answers(self, name) for name in self._data["children"]}
         for name, child in module.named_modules():
-            if name in self._data["children"]:
-                vars(child)["forward"] = _Answers(self, name, found)
+            if name in answers:
+                vars(child)["forward"] = answers[name]
             elif name:
-                child.register_forward_pre_hook(_refuse(name))
+                child.register_forward_pre_hook(
+                    _refuse(f"{label} calls {name}, and did not when it was saved")
+                )
         module.register_forward_pre_hook(lambda module, args: None)  # torch takes no fused path for it then
         try:
             with self._contexts():
@@ -103,9 +111,15 @@ class SavedCall:
         except Exception as error:  # whatever its code raises
             left_out = "".join(f"; left out was: {one}" for one in self._data["left_out"][:3])
             said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{left_out}"
-            raise UsageError(f"{self._data['label']} cannot be called as it was saved: {said}") from error
-        found |= {f"{name} after": buffer for name, buffer in module.named_buffers()}
-        return found | dict(flatten("output", output, objects=False).tensors)
+            raise UsageError(f"{label} cannot be called as it was saved: {said}") from error
+        found = dict(flatten("output", output, objects=False).tensors)
+        written = dict((*module.named_buffers(), *flatten_call(args, kwargs).tensors))
+        for name, answer in answers.items():
+            if answer.calls < len(self._data["children"][name]):
+                raise UsageError(f"{label} calls {name} less often than when it was saved")
+            found |= answer.given
+            written |= answer.returned
+        return found | {f"{name} after": tensor for name, tensor in written.items()}
 
     def answer(self, name: str, number: int) -> Any:
         """Return what a call of a child returned."""
@@ -128,18 +142,23 @@ class SavedCall:
 class _Answers:
     """Replaces the ``forward`` of a child: it keeps what it is given, and returns what was returned."""
 
-    def __init__(self, saved: SavedCall, name: str, found: dict[str, Tensor]) -> None:
-        self._saved, self._name, self._found, self._calls = saved, name, found, 0
+    def __init__(self, saved: SavedCall, name: str) -> None:
+        self._saved, self._name = saved, name
+        self.calls = 0
+        self.given: dict[str, Tensor] = {}
+        self.returned: dict[str, Tensor] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        label = f"{self._name} (call {self._calls + 1}) " if self._calls else f"{self._name} "
-        self._found |= {label + path: tensor.clone() for path, tensor in flatten_call(args, kwargs).tensors}
-        self._calls += 1
-        return self._saved.answer(self._name, self._calls - 1)
+        label = f"{self._name} (call {self.calls + 1}) " if self.calls else f"{self._name} "
+        self.given |= {label + path: tensor.clone() for path, tensor in flatten_call(args, kwargs).tensors}
+        answer = self._saved.answer(self._name, self.calls)
+        self.returned |= {label + path: tensor for path, tensor in flatten("output", answer, objects=False).tensors}
+        self.calls += 1
+        return answer
 
 
-def _refuse(name: str) -> Any:
+def _refuse(message: str) -> Any:
     def hook(module: nn.Module, args: object) -> None:
-        raise UsageError(f"the code calls {name} now, which it did not when the call was saved")
+        raise UsageError(message)
 
     return hook

@@ -56,10 +56,9 @@ def _run(options: argparse.Namespace) -> int:
     print(*map(printable, _text(found, data, source_digest(saved.kind), versions(saved.kind))), sep="\n")
     differs = any(row.other.differs for row in found)
     if differs and data["attributes"]:
-        others = {name: then for name, (_, then) in data["attributes"].items()}
-        verb = "it still differs" if any(row.other.differs for row in saved.rows(others)) else "it no longer differs"
-        said = listed([f"{name} = {then!r}" for name, then in others.items()])
-        print(printable(f"With {said}, as on the other side, {verb}"))
+        again = any(row.other.differs for row in saved.rows(data["attributes"]))
+        said = listed([f"{name} = {then!r}" for name, then in data["attributes"].items()])
+        print(printable(f"With {said}, as on the other side, it {'still' if again else 'no longer'} differs"))
     return DIFFERENT if differs else SAME
 
 
@@ -108,5 +107,7 @@ def _text(found: Sequence[Row], data: Mapping[str, Any], source: str, versions: 
     if moved:
         lines.append(f"Other versions: {', '.join(moved)}")
     if source != data["source"]:
-        lines.append(f"The source of {data['type']} is not the one that was saved")
+        lines.append(
+            f"The source of {data['type']} is another one than when this was saved; its attributes are as they were"
+        )
     return lines

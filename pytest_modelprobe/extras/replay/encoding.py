@@ -27,11 +27,10 @@ _CONTAINERS: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", 
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
-_OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
-"""Attributes of every module that are hooks and the like."""
+_CONTENT = ("_parameters", "_buffers", "_modules")
 
-_LEFT_OUT = _OF_MODULES | {"forward", "_flat_weight_refs"}
-"""The `forward` is that of the isolated call. The others are references to weights of an RNN, which are there too."""
+_LEFT_OUT = (vars(nn.Module()).keys() | {"forward"}) - {*_CONTENT, "training"}
+"""Attributes of modules that are hooks and the like, and the ``forward`` of the isolated call."""
 
 
 class NotPlainError(Exception):
@@ -100,16 +99,16 @@ class Encoder:
         return {"object": name, "of": self._attributes(value, where)}
 
     def _attributes(self, value: Any, where: str) -> dict[str, Any]:
-        found, is_module = {}, isinstance(value, nn.Module)
-        for name, one in vars(value).items():
+        is_module = isinstance(value, nn.Module)
+        state = value.__getstate__() if is_module else vars(value)  # less the weak references of an RNN to its weights
+        found, is_called = {}, id(value) in self._called
+        for name, one in state.items():
             if is_module and name in _LEFT_OUT:
                 continue
-            if name == "_modules" and id(value) in self._called:
-                one = {}
             try:
-                found[name] = self(one, f"{where}.{name}")
+                found[name] = self({} if name == "_modules" and is_called else one, f"{where}.{name}")
             except NotPlainError as error:
-                if is_module and name in ("_parameters", "_buffers", "_modules"):
+                if is_module and name in _CONTENT:
                     raise
                 self.left_out.append(str(error))
         return found
@@ -163,7 +162,8 @@ class Decoder:
         self._known.append(None)
         if kind == "object":
             made = self._known[at] = _empty(content)
-            vars(made).update({name: self(one) for name, one in of[0][1].items()})
+            state = {name: self(one) for name, one in of[0][1].items()}
+            made.__setstate__(state) if isinstance(made, nn.Module) else vars(made).update(state)
         elif kind == "made":
             made = resolved(content)(**{name: self(one) for name, one in of[0][1].items()})
         elif kind == "name":

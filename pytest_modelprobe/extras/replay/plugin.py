@@ -38,8 +38,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         found = [one.diagnosis for one in outcomes if not (one.passed or one.is_expected)]
         found.append(getattr(error, "diagnosis", None))
         if any(found):
+            from pytest_modelprobe.text import printable
+
             from .saving import save
 
-            lines = [save(one, folder, item, number) for number, one in enumerate(filter(None, found), start=1)]
-            report.sections.append(("modelprobe", "\n".join(lines)))
+            for number, diagnosis in enumerate(filter(None, found), start=1):
+                try:
+                    line = save(diagnosis, folder, item, number)
+                except Exception as error:  # noqa: BLE001 - the run must go on, whatever a disk or a model does
+                    line = f"no call is saved: {type(error).__name__}: {error}"
+                report.sections.append(("modelprobe", printable(line)))
     return report

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.files import file_name
 from pytest_modelprobe.record import IsolatedResponse, Record, codec
-from pytest_modelprobe.text import printable
 
 from .encoding import Encoder, NotPlainError
 
@@ -31,7 +30,7 @@ SCHEMA = 1
 
 def save(diagnosis: Diagnosis, folder: str, item: pytest.Item, number: int) -> str:
     """Write the call of the first cause whose layer, alone, computes something else; return a line that says where."""
-    found, layers = diagnosis.comparison, [cause.layer for cause in diagnosis.causes]
+    found, layers = diagnosis.comparison, [cause.layer for cause in (*diagnosis.causes, *diagnosis.possible)]
     differing = (d for layer in layers for d in found.found if d.layer == layer and d.kind == "response")
     first = next((d for d in differing if d.change is not None), None)
     if first is None:
@@ -45,14 +44,15 @@ def save(diagnosis: Diagnosis, folder: str, item: pytest.Item, number: int) -> s
     label = found.actual[first.layer].label
     reason = seen.reason or ("" if seen.data else "it cannot be called again")
     if reason or expected is None:
-        return printable(f"the call of {label} is not saved: {reason}")
+        return f"the call of {label} is not saved: {reason}"
+    state = seen.data["call"]["tuple"][0]["of"]
     then, now = (record[first.layer].attributes for record in (found.expected, found.actual))
     seen.data |= {
         "test": item.nodeid,
         "label": label,
         "type": found.actual[first.layer].type,
         "expected": {h.where: codec.encode(h.reading) for h in expected.handed if h.reading is not None},
-        "attributes": {name: [now[name], then[name]] for name in now.keys() & then.keys() if now[name] != then[name]},
+        "attributes": {n: then[n] for n in sorted(now.keys() & then.keys()) if state.get(n) == now[n] != then[n]},
         "path": _path_of(seen.data["class"].partition(".")[0], item.config.rootpath),
     }
     file = Path(folder) / f"{file_name(_name(item, first.layer, number))}.safetensors"
@@ -61,7 +61,7 @@ def save(diagnosis: Diagnosis, folder: str, item: pytest.Item, number: int) -> s
     from safetensors.torch import save_file
 
     save_file(seen.tensors, path, metadata={KEY: json.dumps(seen.data)})
-    return printable(f"the call of {label} alone is saved: modelprobe replay {file}")
+    return f"the call of {label} alone is saved: modelprobe replay {file}"
 
 
 def source_digest(cls: type) -> str:

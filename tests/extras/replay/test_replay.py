@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
 
 import pytest_modelprobe.snapshot.comparer
 import pytest_modelprobe.snapshot.snapshot  # noqa: F401 - pytester forgets what its runs import
 from pytest_modelprobe.cli import main
+from pytest_modelprobe.extras.replay.encoding import Decoder, Encoder
 
 ATTENTION = """
 from torch import nn
@@ -106,4 +114,140 @@ def test_a_layer_that_differs_is_one_file_that_tells_when_the_code_is_right_agai
 
     pytester.makepyfile(models=ATTENTION)
     code, out, _ = replay(file)
-    assert (code, out.splitlines()[0]) == (0, "attn no longer differs from the other side; 1 value looked at")
+    first, *_, last = out.splitlines()
+    assert (code, first) == (0, "attn no longer differs from the other side; 1 value looked at")
+    assert last == (
+        "The source of models.SelfAttention is another one than when this was saved; its attributes are as they were"
+    )
+
+
+def test_an_attribute_of_a_transformers_layer_is_told_also_where_two_models_are_compared(
+    pytester: pytest.Pytester, replay: Replay
+) -> None:
+    pytester.makepyfile(
+        test_it="""
+        from transformers import BertConfig, BertModel
+        from pytest_modelprobe import assert_same_behavior
+
+        def test_bert(modelprobe):
+            sizes = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, intermediate_size=8, vocab_size=32)
+            port, reference = (modelprobe.build(lambda: BertModel(BertConfig(**sizes)).eval()) for _ in range(2))
+            port.encoder.layer[1].attention.self.scaling = 0.125
+            ids = modelprobe.randint(0, 32, (2, 6))
+            assert_same_behavior(modelprobe.run(port, ids), modelprobe.run(reference, ids))
+        """
+    )
+    pytester.runpytest("--modelprobe-save=calls").assert_outcomes(failed=1)
+    code, out, _ = replay(saved(pytester))
+    assert code == 1
+    first, *_, last = out.splitlines()
+    assert first.startswith("encoder.layer.1.attention.self still differs from the other side: output[0] by ")
+    assert last == "With scaling = 0.3535533905932738, as on the other side, it no longer differs"
+    code, out, _ = replay(saved(pytester), "--dtype", "float64")
+    assert (code, out.splitlines()[0]) == (1, first)
+
+
+def test_where_weights_are_the_cause_there_is_no_call_to_save(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_it="""
+        from torch import nn
+        from pytest_modelprobe import assert_same_behavior
+
+        def test_weights(modelprobe):
+            model, x = modelprobe.build(lambda: nn.Sequential(nn.Linear(4, 4))), modelprobe.randn(2, 4)
+            record = modelprobe.run(model, x)
+            nn.init.ones_(model[0].weight)
+            assert_same_behavior(modelprobe.run(model, x), record)
+        """
+    )
+    result = pytester.runpytest("--modelprobe-save=calls")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["no call is saved: no layer that is a cause computes something else when*"])
+    assert not (pytester.path / "calls").exists()
+
+
+def test_what_cannot_be_replayed_is_said_in_a_sentence(
+    changed: Callable[..., pytest.RunResult], replay: Replay, pytester: pytest.Pytester
+) -> None:
+    changed("** -0.5", "** -1")
+    file = saved(pytester)
+
+    def with_code(old: str, new: str) -> str:
+        assert old in ATTENTION
+        pytester.makepyfile(models=ATTENTION.replace(old, new))
+        return said(file)
+
+    def said(*arguments: object) -> str:
+        code, out, err = replay(*arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        return err.removeprefix("modelprobe: ").removesuffix("\n")
+
+    assert said(file, "--device", "nonsense").startswith("device 'nonsense' cannot be used here: ")
+    assert with_code("SelfAttention", "Attention") == (
+        "models:SelfAttention cannot be imported (module 'models' has no attribute 'SelfAttention'): run the command "
+        "in the root of the project, with the packages of the test"
+    )
+    assert with_code("self.heads, -1", "self.width, -1") == (
+        "attn cannot be called as it was saved: AttributeError: 'SelfAttention' object has no attribute 'width'"
+    )
+    assert "attn cannot be called as it was saved: RuntimeError: " in with_code("self.heads, -1", "5, -1")
+    assert with_code("self.qkv(x)", "self.qkv(self.qkv(x)[..., :16])") == (
+        "attn calls qkv more often than when it was saved"
+    )
+    assert with_code("self.qkv(x)", "(x @ self.qkv.weight.T)") == "attn calls qkv less often than when it was saved"
+
+    other = pytester.path / "other.safetensors"
+    assert said(other) == f"{other} is no file"
+    other.write_bytes(b"nothing")
+    assert f"{other} is no file of safetensors: " in said(other)
+    save_file({"weight": torch.ones(1)}, other)
+    assert said(other) == f"{other} holds tensors, but no call of a layer, as pytest --modelprobe-save=DIR writes"
+
+    with safe_open(file, "pt") as opened:
+        text = opened.metadata()["modelprobe"]
+    save_file({}, other, metadata={"modelprobe": text.replace("models:SelfAttention", "os:system")})
+    assert said(other) == "the file names os:system, of Python's standard library, which no layer is made of"
+    save_file({}, other, metadata={"modelprobe": text})
+    assert said(other).startswith("the layer cannot be made of what the file holds: KeyError")
+
+
+def test_a_missing_library_is_said_before_any_test_runs(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    result = pytester.runpytest("--modelprobe-save=calls")
+    result.stderr.fnmatch_lines(["ERROR: --modelprobe-save writes files of safetensors: pip install safetensors"])
+
+
+class Odd(nn.Module):
+    """A layer whose attributes are of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3).T)
+        self.register_buffer("table", torch.tensor([True, False]), persistent=False)
+        self.again, self.none, self.sizes = self.weight, None, (1, [2.5, math.inf], {"a": torch.float16})
+        self.options = SimpleOptions()
+        self.also = self.options
+        self.act = functional.relu
+
+
+class SimpleOptions:
+    def __init__(self) -> None:
+        self.eps, self.key = 1e-6, lambda x: x
+
+
+def test_a_layer_is_made_of_its_attributes_without_its_constructor() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    encode = Encoder(tensors, {})
+    layer = Odd()
+    data = json.loads(json.dumps(encode(layer, "Odd")))
+    made = Decoder(tensors)(data)
+    assert (made.none, made.sizes, made.act) == (None, layer.sizes, functional.relu)
+    assert made.again is made.weight
+    assert made.also is made.options
+    assert made.options.eps == 1e-6
+    assert torch.equal(made.table, layer.table)
+    assert torch.equal(made.weight, layer.weight)
+    (left_out,) = encode.left_out
+    assert re.fullmatch(r"Odd.options.key is of .*<lambda>, which cannot be imported by that name", left_out)
