@@ -16,7 +16,7 @@ from pytest_modelprobe.comparison import tolerance
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import flatten, flatten_call, seeding
 from pytest_modelprobe.record import ROUNDING_OF_RESPONSES, Reading, codec
-from pytest_modelprobe.runs import NARROW, Widening, as_mask
+from pytest_modelprobe.runs import Widening, as_mask
 
 from .encoding import Decoder
 
@@ -67,14 +67,12 @@ class SavedCall:
     def _change(self, now: Tensor, then: Reading | None) -> tolerance.ValueChange:
         if then is None:
             return tolerance.UNKNOWN
-        here = (
-            then.noise is not None and self._dtype is None and self._device.type == self._data["device"].split(":")[0]
-        )
+        here = self._device.type == self._data["device"].partition(":")[0]
         return tolerance.change(
             self._reading(now),
             then,
             dtype=str(now.dtype).removeprefix("torch."),
-            precision="measured" if here else "unmeasured",
+            precision=self._data["precision"] if here else "unmeasured",
             rounding=ROUNDING_OF_RESPONSES,
         )
 
@@ -99,9 +97,7 @@ class SavedCall:
             if name in answers:
                 vars(child)["forward"] = answers[name]
             elif name:
-                child.register_forward_pre_hook(
-                    _refuse(f"{label} calls {name}, and did not when it was saved")
-                )
+                child.register_forward_pre_hook(_refuse(f"{label} calls {name}, and did not when it was saved"))
         module.register_forward_pre_hook(lambda module, args: None)  # torch takes no fused path for it then
         try:
             with self._contexts():
@@ -133,7 +129,7 @@ class SavedCall:
         stack.enter_context(seeding.forked_rng())
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # which synthetic numbers cause
-        if self._dtype == torch.float64 or (self._data["widened"] and self._dtype not in NARROW):
+        if self._dtype == torch.float64 or self._data["widened"]:
             stack.enter_context(Widening(self._dtype or torch.float32))
         seeding.seed_everything(0)
         return stack

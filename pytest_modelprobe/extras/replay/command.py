@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_modelprobe.cli import DIFFERENT, SAME
+from pytest_modelprobe.cli import DIFFERENT, INCOMPLETE, SAME
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.text import count, listed, printable, table
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .calling import Row
-
-_DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 def add_command(commands: Any) -> None:
@@ -32,7 +30,7 @@ def add_command(commands: Any) -> None:
     )
     replay.add_argument("file", metavar="FILE", help="what pytest --modelprobe-save=DIR wrote")
     replay.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:N or mps (default: cpu)")
-    replay.add_argument("--dtype", choices=_DTYPES, help="compute in this dtype (default: that of the saved tensors)")
+    replay.add_argument("--dtype", choices=("float32", "float64"), help="compute in this dtype (default: as saved)")
     replay.set_defaults(run=_run)
 
 
@@ -54,12 +52,12 @@ def _run(options: argparse.Namespace) -> int:
     saved = SavedCall(data, tensors, device, getattr(torch, options.dtype) if options.dtype else None)
     found = saved.rows()
     print(*map(printable, _text(found, data, source_digest(saved.kind), versions(saved.kind))), sep="\n")
-    differs = any(row.other.differs for row in found)
+    differs, moved = (any(getattr(row, side).differs for row in found) for side in ("other", "saved"))
     if differs and data["attributes"]:
         again = any(row.other.differs for row in saved.rows(data["attributes"]))
         said = listed([f"{name} = {then!r}" for name, then in data["attributes"].items()])
         print(printable(f"With {said}, as on the other side, it {'still' if again else 'no longer'} differs"))
-    return DIFFERENT if differs else SAME
+    return DIFFERENT if differs else SAME if moved else INCOMPLETE
 
 
 def _read(file: str) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
@@ -80,7 +78,7 @@ def _read(file: str) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
         raise UsageError(f"{file} is no file of safetensors: {error}") from error
     if data is None:
         raise UsageError(f"{file} holds tensors, but no call of a layer, as pytest --modelprobe-save=DIR writes")
-    if data.get("schema") != SCHEMA:
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise UsageError(f"{file} was written by another version: run the test again with --modelprobe-save")
     return data, tensors
 
@@ -93,19 +91,23 @@ def _text(found: Sequence[Row], data: Mapping[str, Any], source: str, versions: 
         return f"{where} by {percent(change.change)}"
 
     label = data["label"]
-    if not any(row.other.differs for row in found):
-        first = f"{label} no longer differs from the other side; {count(len(found), 'value')} looked at"
-    elif any(row.saved.differs for row in found):
+    differs, moved = (any(getattr(row, side).differs for row in found) for side in ("other", "saved"))
+    if not (differs or moved):
+        first = f"{label} is the same as both sides: another device rounds too much to tell them apart"
+    elif not differs:
+        looked_at = count(sum(row.other.known for row in found), "value")
+        first = f"{label} no longer differs from the other side; {looked_at} looked at"
+    elif moved:
         first = f"{label} differs from both: {worst('other')} from the other side, {worst('saved')} from what was saved"
     else:
         first = f"{label} still differs from the other side: {worst('other')}"
-    rows = [[row.where, percent(row.saved.change), percent(row.other.change)] for row in found]
+    rows = [[row.where, *("same" if one.same else percent(one.change) for one in row[1:])] for row in found]
     then = data["versions"]
-    moved = [f"{name} {old} → {versions.get(name, 'none')}" for name, old in then.items() if old != versions.get(name)]
+    others = [f"{name} {old} → {versions.get(name, 'none')}" for name, old in then.items() if old != versions.get(name)]
     lines = [first, "", *table(["value", "from what was saved", "from the other side"], rows, most=len(rows)), ""]
     lines.append(f"Saved by {data['test']}, in mode {data['mode']} on {data['device']}")
-    if moved:
-        lines.append(f"Other versions: {', '.join(moved)}")
+    if others:
+        lines.append(f"Other versions: {', '.join(others)}")
     if source != data["source"]:
         lines.append(
             f"The source of {data['type']} is another one than when this was saved; its attributes are as they were"

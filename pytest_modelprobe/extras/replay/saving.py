@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.files import file_name
-from pytest_modelprobe.record import IsolatedResponse, Record, codec
+from pytest_modelprobe.record import codec
 
 from .encoding import Encoder, NotPlainError
 
@@ -35,15 +35,17 @@ def save(diagnosis: Diagnosis, folder: str, item: pytest.Item, number: int) -> s
     first = next((d for d in differing if d.change is not None), None)
     if first is None:
         return "no call is saved: no layer that is a cause computes something else when it is called alone"
-    seen = _SeenCall(first.layer, first.call)
-    live_run, expected = found.actual.live_run, _response(found.expected, first.layer, first.call)
-    if live_run is not None:
-        live_run.isolated(
-            found.actual, like=found.expected, names=found.names_before, only=[first.layer], observer=seen
-        )
-    label = found.actual[first.layer].label
-    reason = seen.reason or ("" if seen.data else "it cannot be called again")
-    if reason or expected is None:
+    seen, label = _SeenCall(first.layer, first.call), found.actual[first.layer].label
+    pairs = [pair for pair in found.calls if (pair.layer, pair.actual.index) == (first.layer, first.call)]
+    live_run, expected = found.actual.live_run, pairs[0].expected.response
+    if live_run is not None and len(pairs) == 1:
+        only = [first.layer]
+        live_run.isolated(found.actual, like=found.expected, names=found.names_before, only=only, observer=seen)
+    then_computed = {h.where: h.reading for h in expected.handed if h.reading} if expected is not None else {}
+    reason = seen.reason or ("" if first.what in seen.data.get("computed", {}) else "it cannot be called again")
+    if len(pairs) > 1:
+        reason = "it is called in several kinds of forwards"
+    if reason:
         return f"the call of {label} is not saved: {reason}"
     state = seen.data["call"]["tuple"][0]["of"]
     then, now = (record[first.layer].attributes for record in (found.expected, found.actual))
@@ -51,7 +53,8 @@ def save(diagnosis: Diagnosis, folder: str, item: pytest.Item, number: int) -> s
         "test": item.nodeid,
         "label": label,
         "type": found.actual[first.layer].type,
-        "expected": {h.where: codec.encode(h.reading) for h in expected.handed if h.reading is not None},
+        "precision": "measured" if found.expected.noise == "measured" else "unmeasured",
+        "expected": {where: codec.encode(reading) for where, reading in then_computed.items()},
         "attributes": {n: then[n] for n in sorted(now.keys() & then.keys()) if state.get(n) == now[n] != then[n]},
         "path": _path_of(seen.data["class"].partition(".")[0], item.config.rootpath),
     }
@@ -143,10 +146,6 @@ class _SeenCall:
         if self._seeing:
             self.data["computed"][where] = key = str(len(self.tensors))
             self.tensors[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _response(record: Record, layer: str, index: int) -> IsolatedResponse | None:
-    return next((call.response for call in record[layer].calls if call.index == index and call.response), None)
 
 
 def _name(item: pytest.Item, layer: str, number: int) -> str:

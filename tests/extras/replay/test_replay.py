@@ -30,6 +30,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.q_norm = nn.LayerNorm(width // heads)
 
     def forward(self, x, causal=False):
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
@@ -105,7 +106,7 @@ def test_a_layer_that_differs_is_one_file_that_tells_when_the_code_is_right_agai
     assert code == 1
     told = re.fullmatch(
         r"attn still differs from the other side: out input by (\d+ %)\n\n"
-        r"value +from what was saved +from the other side\nout input +0 % +(\d+ %)\n\n"
+        r"value +from what was saved +from the other side\nout input +same +(\d+ %)\n\n"
         r"Saved by test_it.py::test_block, in mode train on cpu\n",
         out,
     )
@@ -132,7 +133,7 @@ def test_an_attribute_of_a_transformers_layer_is_told_also_where_two_models_are_
         def test_bert(modelprobe):
             sizes = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, intermediate_size=8, vocab_size=32)
             port, reference = (modelprobe.build(lambda: BertModel(BertConfig(**sizes)).eval()) for _ in range(2))
-            port.encoder.layer[1].attention.self.scaling = 0.125
+            port.encoder.layer[1].attention.self.scaling = 0.3536
             ids = modelprobe.randint(0, 32, (2, 6))
             assert_same_behavior(modelprobe.run(port, ids), modelprobe.run(reference, ids))
         """
@@ -140,11 +141,19 @@ def test_an_attribute_of_a_transformers_layer_is_told_also_where_two_models_are_
     pytester.runpytest("--modelprobe-save=calls").assert_outcomes(failed=1)
     code, out, _ = replay(saved(pytester))
     assert code == 1
+    layer = "encoder.layer.1.attention.self"
     first, *_, last = out.splitlines()
-    assert first.startswith("encoder.layer.1.attention.self still differs from the other side: output[0] by ")
+    assert first.startswith(f"{layer} still differs from the other side: output[0] by ")
     assert last == "With scaling = 0.3535533905932738, as on the other side, it no longer differs"
     code, out, _ = replay(saved(pytester), "--dtype", "float64")
     assert (code, out.splitlines()[0]) == (1, first)
+
+    with safe_open(saved(pytester), "pt") as opened:
+        text, tensors = opened.metadata()["modelprobe"], {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    save_file(tensors, "elsewhere", metadata={"modelprobe": text.replace('"device": "cpu"', '"device": "cuda:0"')})
+    code, out, _ = replay("elsewhere")
+    told = f"{layer} is the same as both sides: another device rounds too much to tell them apart"
+    assert (code, out.splitlines()[0]) == (2, told)
 
 
 def test_where_weights_are_the_cause_there_is_no_call_to_save(pytester: pytest.Pytester) -> None:
@@ -194,6 +203,7 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(
     assert with_code("self.qkv(x)", "self.qkv(self.qkv(x)[..., :16])") == (
         "attn calls qkv more often than when it was saved"
     )
+    assert with_code("q @ k", "self.q_norm(q) @ k") == "attn calls q_norm, and did not when it was saved"
     assert with_code("self.qkv(x)", "(x @ self.qkv.weight.T)") == "attn calls qkv less often than when it was saved"
 
     other = pytester.path / "other.safetensors"
