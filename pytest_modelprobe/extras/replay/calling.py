@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -54,32 +55,23 @@ class SavedCall:
         found = self._computed(attributes)
         rows = []
         for where, key in self._data["computed"].items():
-            now, saved = found.get(where), self._reading(self._tensors[key])
             expected = self._data["expected"].get(where)
-            other = None if expected is None else codec.decode(Reading, expected)
-            if now is None:
-                rows.append(Row(where, tolerance.CAME, tolerance.CAME if other else tolerance.UNKNOWN))
-            else:
-                saved = dataclasses.replace(saved, noise=None if other is None else other.noise)
-                rows.append(Row(where, *(self._change(now, one) for one in (saved, other))))
+            other = Reading() if expected is None else codec.decode(Reading, expected)
+            saved = dataclasses.replace(_reading(self._tensors[key]), noise=other.noise)
+            rows.append(Row(where, *(self._change(found.get(where), one) for one in (saved, other))))
         return rows
 
-    def _change(self, now: Tensor, then: Reading | None) -> tolerance.ValueChange:
-        if then is None:
-            return tolerance.UNKNOWN
+    def _change(self, now: Tensor | None, then: Reading) -> tolerance.ValueChange:
+        if now is None or then.statistics is None:
+            return tolerance.UNKNOWN if then.statistics is None else tolerance.GONE
         here = self._device.type == self._data["device"].partition(":")[0]
         return tolerance.change(
-            self._reading(now),
+            _reading(now),
             then,
             dtype=str(now.dtype).removeprefix("torch."),
             precision=self._data["precision"] if here else "unmeasured",
             rounding=ROUNDING_OF_RESPONSES,
         )
-
-    @staticmethod
-    def _reading(tensor: Tensor) -> Reading:
-        (reading,) = statistics.collect([statistics.reduce(as_mask(tensor))])
-        return reading
 
     def _computed(self, attributes: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the tensors that the layer computes, by their destinations."""
@@ -92,7 +84,8 @@ class SavedCall:
             raise UsageError(f"the layer cannot be made of what the file holds: {error!r}") from error
         self.kind = type(module)
         vars(module).update(attributes)
-        answers = {name: _Answers(self, name) for name in self._data["children"]}
+        decode = functools.partial(Decoder, self._tensors, self._device, self._dtype)
+        answers = {name: _Answers(label, name, saved, decode) for name, saved in self._data["children"].items()}
         for name, child in module.named_modules():
             if name in answers:
                 vars(child)["forward"] = answers[name]
@@ -111,18 +104,11 @@ class SavedCall:
         found = dict(flatten("output", output, objects=False).tensors)
         written = dict((*module.named_buffers(), *flatten_call(args, kwargs).tensors))
         for name, answer in answers.items():
-            if answer.calls < len(self._data["children"][name]):
+            if answer.calls < len(answer.answers):
                 raise UsageError(f"{label} calls {name} less often than when it was saved")
             found |= answer.given
             written |= answer.returned
         return found | {f"{name} after": tensor for name, tensor in written.items()}
-
-    def answer(self, name: str, number: int) -> Any:
-        """Return what a call of a child returned."""
-        answers = self._data["children"][name]
-        if number >= len(answers):
-            raise UsageError(f"{self._data['label']} calls {name} more often than when it was saved")
-        return Decoder(self._tensors, self._device, self._dtype)(answers[number])
 
     def _contexts(self) -> ExitStack:
         stack = ExitStack()
@@ -138,8 +124,8 @@ class SavedCall:
 class _Answers:
     """Replaces the ``forward`` of a child: it keeps what it is given, and returns what was returned."""
 
-    def __init__(self, saved: SavedCall, name: str) -> None:
-        self._saved, self._name = saved, name
+    def __init__(self, layer: str, name: str, answers: Sequence[Any], decoder: Callable[[], Decoder]) -> None:
+        self._layer, self._name, self.answers, self._decoder = layer, name, answers, decoder
         self.calls = 0
         self.given: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
@@ -147,10 +133,17 @@ class _Answers:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         label = f"{self._name} (call {self.calls + 1}) " if self.calls else f"{self._name} "
         self.given |= {label + path: tensor.clone() for path, tensor in flatten_call(args, kwargs).tensors}
-        answer = self._saved.answer(self._name, self.calls)
+        if self.calls == len(self.answers):
+            raise UsageError(f"{self._layer} calls {self._name} more often than when it was saved")
+        answer = self._decoder()(self.answers[self.calls])
         self.returned |= {label + path: tensor for path, tensor in flatten("output", answer, objects=False).tensors}
         self.calls += 1
         return answer
+
+
+def _reading(tensor: Tensor) -> Reading:
+    (reading,) = statistics.collect([statistics.reduce(as_mask(tensor))])
+    return reading
 
 
 def _refuse(message: str) -> Any:

@@ -103,7 +103,7 @@ def _text(found: Sequence[Row], data: Mapping[str, Any], source: str, versions: 
         first = f"{label} still differs from the other side: {worst('other')}"
     rows = [[row.where, *("same" if one.same else percent(one.change) for one in row[1:])] for row in found]
     then = data["versions"]
-    others = [f"{name} {old} → {versions.get(name, 'none')}" for name, old in then.items() if old != versions.get(name)]
+    others = [f"{name} {then[name]} → {now}" for name, now in versions.items() if now != then.get(name, now)]
     lines = [first, "", *table(["value", "from what was saved", "from the other side"], rows, most=len(rows)), ""]
     lines.append(f"Saved by {data['test']}, in mode {data['mode']} on {data['device']}")
     if others:

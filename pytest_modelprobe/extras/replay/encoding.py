@@ -8,14 +8,14 @@ What a file names is imported and run. Nothing of Python's standard library is, 
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import enum
 import math
 import pkgutil
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 
-_CONTAINERS: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "set"}
-_FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
+_KINDS: dict[str, Any] = {"float": float, "tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
+_CONTAINERS = {kind: name for name, kind in _KINDS.items() if name != "float"}
+_FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 _CONTENT = ("_parameters", "_buffers", "_modules")
@@ -89,12 +90,11 @@ class Encoder:
         if isinstance(value, _FUNCTIONS):
             return {"name": _name_of(value, where)}
         name = _name_of(type(value), where)
-        if isinstance(value, Mapping | tuple):  # such as an output of transformers, or a named tuple
-            fields = dict(value) if isinstance(value, Mapping) else value._asdict() if hasattr(value, "_asdict") else {}
-            if not (dataclasses.is_dataclass(value) or fields):
-                raise NotPlainError(f"{where} is a {type(value).__name__}")
-            return {"made": name, "of": {key: self(one, f"{where}.{key}") for key, one in fields.items()}}
-        if isinstance(value, list | set | str | bytes | int | float) or not hasattr(value, "__dict__"):
+        if isinstance(value, enum.Enum):
+            return {"name": f"{name}.{value.name}"}
+        if isinstance(value, Mapping) and hasattr(value, "__dataclass_fields__"):  # such as an output of transformers
+            return {"made": name, "of": {key: self(one, f"{where}.{key}") for key, one in value.items()}}
+        if isinstance(value, Collection | int | float) or not hasattr(value, "__dict__"):
             raise NotPlainError(f"{where} is a {type(value).__name__}")
         return {"object": name, "of": self._attributes(value, where)}
 
@@ -105,24 +105,24 @@ class Encoder:
         for name, one in state.items():
             if is_module and name in _LEFT_OUT:
                 continue
+            known = len(self._known)
             try:
                 found[name] = self({} if name == "_modules" and is_called else one, f"{where}.{name}")
             except NotPlainError as error:
                 if is_module and name in _CONTENT:
                     raise
                 self.left_out.append(str(error))
+                while len(self._known) > known:
+                    self._known.popitem()
         return found
 
 
 def _name_of(thing: Any, where: str) -> str:
-    member = f".{thing.name}" if isinstance(thing, enum.Enum) else ""
-    named = type(thing) if member else thing
-    name = f"{named.__module__}:{named.__qualname__}{member}"
-    try:
-        if named.__module__ != "__main__" and pkgutil.resolve_name(name) is thing:
-            return name
-    except (ImportError, AttributeError, ValueError):
-        pass
+    name = f"{thing.__module__}:{thing.__qualname__}"
+    for one in (name, f"torch:{thing.__name__}"):  # what is written in C does not know its module
+        with contextlib.suppress(ImportError, AttributeError, ValueError):
+            if not _is_standard(one) and pkgutil.resolve_name(one) is thing:
+                return one
     raise NotPlainError(f"{where} is of {name.replace(':', '.')}, which cannot be imported by that name")
 
 
@@ -146,10 +146,8 @@ class Decoder:
         if not isinstance(data, dict):
             return data
         (kind, content), *of = data.items()
-        if kind == "float":
-            return float(content)
-        if kind in ("tuple", "size", "set"):
-            return {"tuple": tuple, "size": torch.Size, "set": set}[kind](self(content))
+        if kind in _KINDS:
+            return _KINDS[kind](self(content))
         if kind == "dict":
             return {self(key): self(one) for key, one in content}
         if kind == "torch":
@@ -165,22 +163,19 @@ class Decoder:
             state = {name: self(one) for name, one in of[0][1].items()}
             made.__setstate__(state) if isinstance(made, nn.Module) else vars(made).update(state)
         elif kind == "made":
-            made = resolved(content)(**{name: self(one) for name, one in of[0][1].items()})
+            made = _resolved(content)(**{name: self(one) for name, one in of[0][1].items()})
         elif kind == "name":
-            made = resolved(content)
+            made = _resolved(content)
         else:
-            made = self.tensor(self._tensors[content])
+            tensor = self._tensors[content]
+            made = tensor.to(self._device, self._dtype if tensor.is_floating_point() else None, copy=True)
             made = nn.Parameter(made, requires_grad=False) if kind == "parameter" else made
         self._known[at] = made
         return made
 
-    def tensor(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor on the device, of floats in the dtype."""
-        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None, copy=True)
-
 
 def _empty(name: str) -> Any:
-    cls = resolved(name)
+    cls = _resolved(name)
     if not isinstance(cls, type):
         raise UsageError(f"{name} is no class")
     made: Any = object.__new__(cls)
@@ -189,14 +184,13 @@ def _empty(name: str) -> Any:
     return made
 
 
-def resolved(name: str) -> Any:
-    """Return what ``module:name`` is.
+def _is_standard(name: str) -> bool:
+    """Whether a name is one of Python's standard library, or of the program that was started."""
+    return name.partition(":")[0].partition(".")[0] in {"__main__", *sys.stdlib_module_names} - {"math"}
 
-    Raises:
-        UsageError: It cannot be imported, or it is in the standard library.
-    """
-    top = name.partition(":")[0].partition(".")[0]
-    if top in sys.stdlib_module_names - {"math"}:
+
+def _resolved(name: str) -> Any:
+    if _is_standard(name):
         raise UsageError(f"the file names {name}, of Python's standard library, which no layer is made of")
     try:
         return pkgutil.resolve_name(name)

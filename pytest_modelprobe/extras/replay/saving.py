@@ -8,7 +8,6 @@ import json
 import platform
 import sys
 from collections import defaultdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,8 @@ def save(diagnosis: Diagnosis, folder: str, item: pytest.Item, number: int) -> s
         "attributes": {n: then[n] for n in sorted(now.keys() & then.keys()) if state.get(n) == now[n] != then[n]},
         "path": _path_of(seen.data["class"].partition(".")[0], item.config.rootpath),
     }
-    file = Path(folder) / f"{file_name(_name(item, first.layer, number))}.safetensors"
+    name = ".".join([item.nodeid.replace("/", ".").replace("::", "."), first.layer, *([str(number)] * (number > 1))])
+    file = Path(folder) / f"{file_name(name)}.safetensors"
     path = item.config.invocation_params.dir / file
     path.parent.mkdir(parents=True, exist_ok=True)
     from safetensors.torch import save_file
@@ -77,11 +77,9 @@ def source_digest(cls: type) -> str:
 
 def versions(cls: type) -> dict[str, str]:
     """Return the versions of Python, of torch, and of the package of a class."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
     top = cls.__module__.partition(".")[0]
-    for name in metadata.packages_distributions().get(top, [])[:1]:
-        found[name] = metadata.version(name)
-    return found
+    own = getattr(sys.modules.get(top), "__version__", "")
+    return {"python": platform.python_version(), top: str(own), "torch": torch.__version__}
 
 
 class _SeenCall:
@@ -89,7 +87,7 @@ class _SeenCall:
 
     def __init__(self, layer: str, index: int) -> None:
         self._key = layer, index
-        self._times = 0
+        self._seeing = False
         self.reason = ""
         """Why the call cannot be saved; empty if it can."""
         self.data: dict[str, Any] = {}
@@ -97,12 +95,11 @@ class _SeenCall:
 
     def begins(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, widened: bool) -> None:
         """Keep the layer and the arguments."""
-        self._times += (call.layer, call.index) == self._key
-        if not self._seeing or (call.layer, call.index) != self._key:
+        self._seeing = (call.layer, call.index) == self._key and not (self.data or self.reason)
+        if not self._seeing:
             return
         module: nn.Module = call.module
-        children = {child.layer: child.module for child in call.calls}
-        encode = Encoder(self.tensors, {id(child): child for child in children.values()})
+        encode = Encoder(self.tensors, {id(child.module): child for child in call.calls})
         forward = vars(module).get("forward")
         if module._forward_hooks or module._forward_pre_hooks:
             self.reason = "it has hooks"
@@ -111,7 +108,7 @@ class _SeenCall:
         try:
             encoded = encode((module, args, kwargs), type(module).__name__)
         except NotPlainError as error:
-            self.reason = self.reason or str(error)
+            self.reason, self._seeing = self.reason or str(error), False
             return
         device = next((str(tensor.device) for tensor in self.tensors.values()), "cpu")
         self.data = {
@@ -128,10 +125,6 @@ class _SeenCall:
             "computed": {},
         }
 
-    @property
-    def _seeing(self) -> bool:
-        return self._times == 1 and not self.reason
-
     def answered(self, child: str, output: Any) -> None:
         """Keep what a child returned."""
         if not self._seeing:
@@ -139,18 +132,13 @@ class _SeenCall:
         try:
             self.data["children"][child].append(Encoder(self.tensors, {})(output, f"what {child} returns"))
         except NotPlainError as error:
-            self.reason = str(error)
+            self.reason, self._seeing = str(error), False
 
     def computed(self, where: str, tensor: Tensor) -> None:
         """Keep a tensor that the code computed."""
         if self._seeing:
             self.data["computed"][where] = key = str(len(self.tensors))
             self.tensors[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _name(item: pytest.Item, layer: str, number: int) -> str:
-    test = item.nodeid.replace("/", ".").replace("::", ".")
-    return f"{test}.{layer}" + (f".{number}" if number > 1 else "")
 
 
 def _path_of(top: str, root: Path) -> str:

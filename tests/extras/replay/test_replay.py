@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import importlib
 import json
 import math
@@ -122,6 +124,31 @@ def test_a_layer_that_differs_is_one_file_that_tells_when_the_code_is_right_agai
     )
 
 
+def test_a_step_of_training_in_half_precision_with_dropout_is_replayed_exactly(
+    changed: Callable[..., pytest.RunResult], replay: Replay, pytester: pytest.Pytester
+) -> None:
+    changed(
+        "** -0.5",
+        "** -1",
+        code=ATTENTION.replace("(weights.softmax(-1) @ v)", "(nn.functional.dropout(weights.softmax(-1)) @ v)"),
+        test="""
+        import torch
+        from models import Block
+
+        def test_block(modelprobe, modelprobe_snapshot):
+            model = modelprobe.build(Block).bfloat16().train()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with modelprobe.watch(model) as watch:
+                model(modelprobe.randn(2, 5, 16).bfloat16()).sum().backward()
+                optimizer.step()
+            assert watch.first_step == modelprobe_snapshot(allow="dropout")
+        """,
+    ).assert_outcomes(failed=1)
+    code, out, _ = replay(saved(pytester))
+    assert code == 1
+    assert re.search(r"^out input   same  +\d+ %$", out, re.MULTILINE)
+
+
 def test_an_attribute_of_a_transformers_layer_is_told_also_where_two_models_are_compared(
     pytester: pytest.Pytester, replay: Replay
 ) -> None:
@@ -236,15 +263,19 @@ class Odd(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.arange(6.0).view(2, 3).T)
         self.register_buffer("table", torch.tensor([True, False]), persistent=False)
-        self.again, self.none, self.sizes = self.weight, None, (1, [2.5, math.inf], {"a": torch.float16})
+        self.none, self.sizes = None, (1, [2.5, math.inf], {"a": torch.float16})
         self.options = SimpleOptions()
-        self.also = self.options
-        self.act = functional.relu
+        self.also, self.again = self.options, self.weight
+        self.acts, self.color, self.half = (functional.relu, torch.tanh), Color.RED, functools.partial(torch.add, 0.5)
+
+
+class Color(enum.Enum):
+    RED = 1
 
 
 class SimpleOptions:
     def __init__(self) -> None:
-        self.eps, self.key = 1e-6, lambda x: x
+        self.key, self.eps = (lambda x: x), 1e-6
 
 
 def test_a_layer_is_made_of_its_attributes_without_its_constructor() -> None:
@@ -253,11 +284,13 @@ def test_a_layer_is_made_of_its_attributes_without_its_constructor() -> None:
     layer = Odd()
     data = json.loads(json.dumps(encode(layer, "Odd")))
     made = Decoder(tensors)(data)
-    assert (made.none, made.sizes, made.act) == (None, layer.sizes, functional.relu)
+    assert (made.none, made.sizes, made.acts) == (None, layer.sizes, (functional.relu, torch.tanh))
     assert made.again is made.weight
     assert made.also is made.options
     assert made.options.eps == 1e-6
     assert torch.equal(made.table, layer.table)
     assert torch.equal(made.weight, layer.weight)
-    (left_out,) = encode.left_out
-    assert re.fullmatch(r"Odd.options.key is of .*<lambda>, which cannot be imported by that name", left_out)
+    assert made.color is Color.RED
+    lambda_, partial = encode.left_out
+    assert re.fullmatch(r"Odd.options.key is of .*<lambda>, which cannot be imported by that name", lambda_)
+    assert partial.startswith("Odd.half is of functools.partial, ")
