@@ -146,7 +146,10 @@ class Shell:
             done = self.pytester.runpytest(*arguments)
             code, lines = int(done.ret), [line.removeprefix("E       ") for line in done.outlines]
         elif words[0] == "modelprobe":
-            printed = io.StringIO()
+            printed, here = io.StringIO(), str(self.pytester.path)
+            files = {name: str(getattr(module, "__file__", "")) for name, module in sys.modules.items()}
+            for name in (name for name, file in files.items() if file.startswith(here)):
+                del sys.modules[name]  # a command is a process of its own, and reads what is in the files now
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 code = cli.main(words[1:])
             lines = printed.getvalue().splitlines()

@@ -155,7 +155,9 @@ def assert_same_behavior(
             steps.append(
                 "Another implementation of the same? structure=False compares numbers alone, rename= maps names."
             )
-        raise AssertionError(text(diagnosis, steps))
+        error = AssertionError(text(diagnosis, steps))
+        vars(error)["diagnosis"] = diagnosis  # for extras
+        raise error
 
 
 def _of_outputs(found: Comparison) -> Comparison:

@@ -1,7 +1,7 @@
 """The command `modelprobe`: shows snapshots, compares them, and checks that changes are declared.
 
 A job that reviews changes has a checkout and nothing installed but this package. So the subcommands read files and ask
-git, and need neither torch nor pytest; only `bisect`, `scan` and `compare` run models.
+git, and need neither torch nor pytest; only `bisect`, `scan`, `compare` and `replay` run models.
 """
 
 from __future__ import annotations

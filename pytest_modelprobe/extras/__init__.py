@@ -45,6 +45,7 @@ EXTRAS = {
         probe={"merged": "merging:merged_by_probe"},
         record={"merge": "merging:merge_of_record"},
     ),
+    "replay": Extra(plugin="plugin", commands={"replay": "command"}),
     "scan": Extra(commands={"scan": "command"}),
     "trainers": Extra(
         needs=("exporters",),

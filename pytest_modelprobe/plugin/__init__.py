@@ -56,7 +56,8 @@ _OBSERVED = pytest.StashKey[list["NamedRecord"]]()
 _FIGURES = pytest.StashKey[list[dict[str, str]]]()
 _FAILED = pytest.StashKey[bool]()
 _SNAPSHOTS = pytest.StashKey[Any]()
-_COMPARER = pytest.StashKey[Any]()
+COMPARER = pytest.StashKey[Any]()
+"""The `Comparer` of a test that compares with snapshots, until the report of its teardown."""
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
@@ -254,7 +255,7 @@ def modelprobe_snapshot(request: pytest.FixtureRequest) -> Iterator[ModelProbeSn
     from pytest_modelprobe.snapshot.snapshot import Arguments, ModelProbeSnapshot
 
     comparer = Comparer(request, request.config.stash[_SNAPSHOTS])
-    request.node.stash[_COMPARER] = comparer
+    request.node.stash[COMPARER] = comparer
     marked = marker_arguments(request.node)
     snapshot = ModelProbeSnapshot(comparer, Arguments())
     yield snapshot(tolerance=marked.get("tolerance"), compare=marked.get("compare"))
@@ -346,7 +347,7 @@ def _fail_unasserted(item: pytest.Item) -> None:
 
 
 def _unasserted(item: pytest.Item) -> str | None:
-    comparer = item.stash.get(_COMPARER, None)
+    comparer = item.stash.get(COMPARER, None)
     text: str | None = None if comparer is None else comparer.unasserted()
     return text
 
@@ -359,7 +360,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Put its message on a failed comparison, and what the test recorded on the report of its teardown."""
     if item.config.stash[SETTINGS].unreported:
         return (yield)
-    comparer = item.stash.get(_COMPARER, None)
+    comparer = item.stash.get(COMPARER, None)
     if comparer is not None:
         comparer.explain(call)
     report = yield
@@ -383,7 +384,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             from pytest_modelprobe.record import codec
 
             report.modelprobe_snapshots = codec.encode(tuple(comparer.results()))
-            del item.stash[_COMPARER]  # a test that is run again has another
+            del item.stash[COMPARER]  # a test that is run again has another
     return report
 
 

@@ -127,6 +127,7 @@ class LiveRun(Protocol):
         *,
         own_arguments: bool = False,
         within: Callable[[tuple[str, int]], AbstractContextManager[object]] | None = None,
+        observer: Any = None,
     ) -> Record:
         """Fill in each call's `IsolatedResponse`, to synthetic tensors made as in the responses of ``like``.
 
@@ -137,6 +138,7 @@ class LiveRun(Protocol):
             only: Names of the layers to run. By default all are run.
             own_arguments: Whether plain arguments are those of the run instead of those of ``like``.
             within: Takes the layer and the index of a call, and returns a context in which it runs, in float64.
+            observer: Sees the tensors of the calls: a ``runs.isolation.CallObserver``.
         """
 
     def again(self, record: Record, within: Callable[[Any], AbstractContextManager[object]]) -> None:

@@ -129,6 +129,7 @@ def options_for(config: pytest.Config, **own: Any) -> dict[str, Any]:
         "modelprobe_json": None,
         "modelprobe_html": None,
         "modelprobe_mutate": None,
+        "modelprobe_save": None,
         "basetemp": None,
         "confcutdir": None,
         "markexpr": config.option.markexpr,

@@ -14,6 +14,7 @@ from . import noise as noise
 from .fakes import FakeModel as FakeModel
 from .fakes import architecture as architecture
 from .fakes import quiet as quiet
+from .isolation import as_mask as as_mask
 from .loss import Loss as Loss
 from .loss import NoGradientError as NoGradientError
 from .loss import check_loss as check_loss

@@ -56,7 +56,17 @@ from pytest_modelprobe.record import (
 )
 
 from . import noise
-from .isolation import IsolationOptions, Key, Repeat, Within, doubtful, in_float64, isolate_repeatedly, noisy
+from .isolation import (
+    CallObserver,
+    IsolationOptions,
+    Key,
+    Repeat,
+    Within,
+    doubtful,
+    in_float64,
+    isolate_repeatedly,
+    noisy,
+)
 from .loss import Loss, NoGradientError, detaching_call, loss_of
 from .noise import InFloat32
 from .origin import find_gradient_origin, find_origin
@@ -291,6 +301,7 @@ class Run:
             names=request.names,
             gradient=self.loss is not None,
             within=request.within,
+            observer=request.observer,
         )
         with self._prepared(start=start):
             return isolate_repeatedly(self.model, self._forward, repeats, options, each)
@@ -485,6 +496,7 @@ class IsolationRequest:
     only: Collection[str] | None = None
     own_arguments: bool = False
     within: Within | None = None
+    observer: CallObserver | None = None
 
 
 class Isolating(Protocol):
@@ -520,13 +532,15 @@ class WeakLiveRun(Generic[S]):
         *,
         own_arguments: bool = False,
         within: Within | None = None,
+        observer: CallObserver | None = None,
     ) -> Record:
         """Fill in the isolated response of each call."""
         source = self._source()
         if source is None:
             found = with_note(record, f"no layer was called alone: {self._gone}")
         else:
-            found = source.isolated(record, IsolationRequest(like or record, names, only, own_arguments, within))
+            request = IsolationRequest(like or record, names, only, own_arguments, within, observer)
+            found = source.isolated(record, request)
         return with_live_run(found, self)
 
     def again(self, record: Record, within: Callable[[nn.Module], AbstractContextManager[object]]) -> None:

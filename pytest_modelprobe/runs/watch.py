@@ -277,6 +277,7 @@ class Watch:
                 names=request.names,
                 gradient=bool(record.backwards),
                 within=request.within,
+                observer=request.observer,
             )
             try:
                 responses = self._forwards.isolated(self.model, kind, options)

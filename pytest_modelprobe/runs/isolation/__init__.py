@@ -33,14 +33,14 @@ from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROUNDING_OF_RESPONSES, IsolatedResponse, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
-from .calls import IsolationOptions, Key, Perturb, Repeat, Session, Within, in_float64
+from .calls import CallObserver, IsolationOptions, Key, Perturb, Repeat, Session, Within, in_float64
 from .contexts import StateBefore, without_hooks
-from .recipes import Draws, fits, kind_of, synthetic
+from .recipes import Draws, as_mask, fits, kind_of, synthetic
 from .tracing import CannotTellError, Tracer, reason_of
 
 __all__ = [
-    "CannotTellError", "IsolationOptions", "Key", "Perturb", "Repeat", "Within", "doubtful", "fits", "in_float64",
-    "isolate", "isolate_repeatedly", "kind_of", "noisy", "reason_of", "synthetic",
+    "CallObserver", "CannotTellError", "IsolationOptions", "Key", "Perturb", "Repeat", "Within", "as_mask", "doubtful",
+    "fits", "in_float64", "isolate", "isolate_repeatedly", "kind_of", "noisy", "reason_of", "synthetic",
 ]  # fmt: skip
 
 _ALL_LAYERS = IsolationOptions()

@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,19 @@ Repeat = tuple[Perturb | None, Part]
 """How the synthetic tensors of a repeat are perturbed, and what is read of its responses."""
 
 
+class CallObserver(Protocol):
+    """Sees the tensors of isolated calls."""
+
+    def begins(self, call: TracedCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, widened: bool) -> None:
+        """Take a call and its synthetic arguments, before its code runs, in float32 in place of half precision."""
+
+    def answered(self, child: str, output: Any) -> None:
+        """Take the synthetic output of a call of a child, whose name is relative to the layer."""
+
+    def computed(self, where: str, tensor: Tensor) -> None:
+        """Take a tensor that the code computed, with its `EmittedTensor.where`."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IsolationOptions:
     """Which layers are called alone, and on what."""
@@ -93,6 +106,8 @@ class IsolationOptions:
     """Whether to run backward through each call too."""
     within: Within | None = None
     """The context of each call, to look at its operations."""
+    observer: CallObserver | None = None
+    """Sees the calls."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -314,6 +329,7 @@ class _IsolatedCall:
         self.has_other_arguments = False
         self._wanted = self.session.options.recipes.get((self.call.layer, self.call.index), {})
         self._recipes: dict[str, str] = dict(self.session.owned.get(self.call.layer, {}))
+        self._observer = self.session.options.observer
         self._entered = False
         self._children: dict[str, list[TracedCall]] = {}
         for child in self.call.calls:
@@ -345,6 +361,8 @@ class _IsolatedCall:
             buffers = {name: as_bits(buffer).clone() for name, buffer in buffers_of(module)}
             inputs = list(self._inputs.values())
             seeding.seed_everything(0)
+            if self._observer is not None:
+                self._observer.begins(self.call, args, kwargs, widened=self.session.traced.is_narrow)
             with without_hooks(m for m in self.session.hooked if m is not module), fused_paths_disabled(module):
                 output = module(*args, **kwargs)
             returned = flatten("output", output, objects=False)
@@ -380,7 +398,10 @@ class _IsolatedCall:
             self._counts[name] += 1
             self._emit(name, label, role, flat, _defaults_of(forward))
         actual = tuple(flat.tensors[0][1].shape) if flat.tensors else None
-        return self._made(child.outputs, name, role, label, (child.shape, actual))
+        output = self._made(child.outputs, name, role, label, (child.shape, actual))
+        if self._observer is not None:
+            self._observer.answered(relative_name(name, self.call.layer), output)
+        return output
 
     # --- what goes in ---------------------------------------------------------------------------------------------
 
@@ -495,6 +516,8 @@ class _IsolatedCall:
         if self.session.of == "gradients":
             return
         self._emitted.append((where, None))
+        if self._observer is not None:
+            self._observer.computed(where, tensor)
         self._reduced.append(statistics.reduce(as_mask(tensor)))
 
     def _add_term(self, role: str, tensor: Tensor) -> None:
