@@ -13,20 +13,27 @@ import functools
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from pytest_modelprobe.gate import Repository
 
 Node = tuple[Path, str]
-"""A file and a name that is bound at its top; an empty one for what its import executes, two stars for all names."""
+"""A file and a name that is bound at its top; an empty one for what its import executes.
 
-_EXECUTED, _ALL = "", "**"
+A star behind it says that it is passed on: if it is a module, all inside it is used.
+"""
+
+_EXECUTED, _ALL = "", "*"
+
+IMPORT = "import "
+"""What stands before a module that a file imports on this side alone, among the names that differ."""
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-_DYNAMIC = frozenset({"attrgetter", "eval", "exec", "getattr", "globals", "vars"})
-"""Functions that find others by names that are not written."""
+_DYNAMIC = frozenset({"__dict__", "dir", "eval", "exec", "globals", "locals", "vars"})
+"""What finds something in a module by names that are not written."""
 
 _KNOWN_DECORATORS = frozenset({
     "abstractmethod", "allow_in_graph", "beartype", "cache", "cached_property", "classmethod", "compile",
@@ -37,38 +44,43 @@ _KNOWN_DECORATORS = frozenset({
 """Decorators that do not register what they decorate."""
 
 _HOOKS = re.compile(r"autouse|pytestmark|(setup|teardown)_(module|function)|(setUp|tearDown)Module|pytest_\w+")
-"""Names in a file of tests that all of its tests use."""
+"""Names that all tests use that import them."""
 
 _WORD = re.compile(r"[^\W\d]\w*")
 
 
 class _File:
-    """The statements at the top of a file, by the names that they bind, and what its imports bind."""
+    """The statements at the top of a file, by the names that they bind, and what its imports bind.
 
-    def __init__(self, text: bytes, package: str = "") -> None:
+    Args:
+        text: The text of the file.
+        package: The package that it is in.
+        own: Names of modules and packages of the repository.
+    """
+
+    def __init__(self, text: bytes, package: str = "", own: Collection[str] = ()) -> None:
+        tree = ast.parse(text)
+        self.bound = [one for statement in tree.body for one in _bound(statement)]
+        """The names in the order in which they are bound, each with the part of a statement that does."""
         self.names: dict[str, list[ast.stmt]] = defaultdict(list)
+        for name, part in self.bound:
+            self.names[name].append(part)
+        self.acting = {one.name for one in tree.body if isinstance(one, _DEFINITIONS) and _acts(one)}
+        """Definitions that may do more than bind their names."""
         self.imports: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
         """Name → module and the name there, or `None` for the module itself."""
         self.stars: list[str] = []
-        self.modules: set[str] = set()
-        """What it imports, with dots before what is relative."""
-        tree = ast.parse(text)
-        for statement in tree.body:
-            for name, part in _bound(statement):
-                self.names[name].append(part)
-            if _acts(statement):
-                self.names[_EXECUTED].append(statement)
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                self.modules.update(alias.name for alias in node.names)
                 for alias in node.names:
                     bound = alias.asname or alias.name.partition(".")[0]
                     self.imports[bound].append((alias.name if alias.asname else bound, None))
             elif isinstance(node, ast.ImportFrom):
                 self._note(node, package)
+        self.modules = dict.fromkeys(name for one in tree.body for name in _modules(one, own))
+        """What its import imports, in order, with dots before what is relative."""
 
     def _note(self, node: ast.ImportFrom, package: str) -> None:
-        self.modules.add("." * node.level + (node.module or ""))
         above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
         module = ".".join(filter(None, [*above, node.module]))
         for alias in node.names:
@@ -77,56 +89,112 @@ class _File:
             else:
                 self.imports[alias.asname or alias.name].append((module, alias.name))
 
+    def signatures(self) -> dict[str, list[object]]:
+        """Return what each name is bound to, with how often what it uses was bound before, for the order may matter."""
+        found: dict[str, list[object]] = defaultdict(list)
+        for name, part in self.bound:
+            again = sorted(word for word in set().union(*_words(part)) if len(self.names.get(word, ())) > 1)
+            before = [(word, len(found.get(word, ()))) for word in (_EXECUTED, *again)]
+            found[name].append((ast.dump(part), before))
+        return found
+
+
+def _modules(statement: ast.AST, own: Collection[str]) -> Iterator[str]:
+    """Yield the modules that a statement imports when it is executed, and what may be one of the repository."""
+    if isinstance(statement, ast.Import):
+        yield from (alias.name for alias in statement.names)
+    elif isinstance(statement, ast.ImportFrom):
+        yield (module := "." * statement.level + (statement.module or ""))
+        above = module if module.endswith(".") else f"{module}."
+        yield from (above + alias.name for alias in statement.names if alias.name in own)
+    elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield from (name for child in ast.iter_child_nodes(statement) for name in _modules(child, own))
+
 
 def _bound(statement: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
     """Yield the names that a statement at the top of a file binds, each with the part of it that does."""
     if isinstance(statement, ast.ImportFrom):
         for alias in statement.names:
-            yield alias.asname or alias.name, ast.ImportFrom(statement.module, [alias], statement.level)
+            name = _EXECUTED if alias.name == "*" else alias.asname or alias.name
+            yield name, ast.ImportFrom(statement.module, [alias], statement.level)
     elif isinstance(statement, ast.Import):
         for alias in statement.names:
             yield alias.asname or alias.name.partition(".")[0], ast.Import([alias])
     elif isinstance(statement, _DEFINITIONS):
         yield statement.name, statement
+        for node in (keyword for one in statement.decorator_list for keyword in getattr(one, "keywords", ())):
+            if node.arg == "name" and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                yield node.value.value, statement  # of a fixture
     else:
         for node in ast.walk(statement):
             if isinstance(node, _DEFINITIONS):
                 yield node.name, statement
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 yield node.id, statement
+        if _acts(statement):
+            yield _EXECUTED, statement
 
 
 def _acts(statement: ast.stmt) -> bool:
     """Whether to execute a statement may do more than bind a name: a call, or a decorator that may register."""
-    if isinstance(statement, ast.Import | ast.ImportFrom):
+    if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass):
         return False
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return False
     if isinstance(statement, ast.Assign | ast.AnnAssign):
-        return any(isinstance(node, ast.Call) for node in ast.walk(statement))
+        return _stores(statement) or any(isinstance(node, ast.Call) for node in ast.walk(statement))
     if not isinstance(statement, _DEFINITIONS):
         return True
-    inside = statement.body if isinstance(statement, ast.ClassDef) else ()
-    defined = [node for node in (statement, *inside) if isinstance(node, _DEFINITIONS)]
-    words = (_words(decorator) for node in defined for decorator in node.decorator_list)
-    return any(_KNOWN_DECORATORS.isdisjoint(some) for some in words) or bool(getattr(statement, "keywords", ()))
+    called = (one.func if isinstance(one, ast.Call) else one for one in statement.decorator_list)
+    if any(_KNOWN_DECORATORS.isdisjoint(_path(one)) for one in called):
+        return True
+    if not isinstance(statement, ast.ClassDef):
+        return False
+    if statement.keywords or any(isinstance(base, ast.Call) for base in statement.bases):
+        return True
+    return any(_stores(one) if isinstance(one, ast.Assign | ast.AnnAssign) else _acts(one) for one in statement.body)
 
 
-def _words(node: ast.AST) -> set[str]:
-    """Return all that may be a name in a part of a file."""
-    found: set[str] = set()
+def _stores(statement: ast.stmt) -> bool:
+    """Whether a statement assigns to something else than a name."""
+    places = (one for one in ast.walk(statement) if isinstance(one, ast.Attribute | ast.Subscript))
+    return any(isinstance(place.ctx, ast.Store) for place in places)
+
+
+def _path(node: ast.expr) -> list[str]:
+    """Return the names of a name with dots; the first is empty if it begins with something else."""
+    return [*_path(node.value), node.attr] if isinstance(node, ast.Attribute) else [getattr(node, "id", "")]
+
+
+def _words(node: ast.AST, foreign: Collection[str] = ()) -> tuple[set[str], set[str]]:
+    """Return the names in a part of a file, and what may be a name elsewhere: attributes, parameters and in texts.
+
+    Attributes of foreign modules are left out.
+    """
+    names: set[str] = set()
+    loose: set[str] = set()
+    docstrings = set()
     for one in ast.walk(node):
-        names = (getattr(one, field, None) for field in ("id", "attr", "arg", "name"))
-        found.update(name for name in names if isinstance(name, str))
-        if isinstance(one, ast.Constant) and isinstance(one.value, str):
-            found.update((one.value, *_WORD.findall(one.value)))
-    return found
+        names.update(word for field in ("id", "name") if isinstance(word := getattr(one, field, None), str))
+        if isinstance(one, ast.Attribute) and (_path(one)[0] not in foreign or one.attr == "modules"):
+            loose.add(one.attr)
+        elif isinstance(one, ast.arg | ast.keyword) and one.arg:
+            loose.add(one.arg)
+        if isinstance(one, ast.Expr):
+            docstrings.add(one.value)
+        elif isinstance(one, ast.Constant) and isinstance(one.value, str) and one not in docstrings:
+            loose.update((one.value, *_WORD.findall(one.value)))
+    return names, loose
 
 
-def _bare(node: ast.AST) -> Iterator[str]:
-    """Yield the names that are used by themselves, and not to take an attribute."""
-    attributes = {id(one.value) for one in ast.walk(node) if isinstance(one, ast.Attribute)}
-    yield from (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and id(one) not in attributes)
+def _passed_on(node: ast.AST, modules: Collection[str]) -> Iterator[str]:
+    """Yield the names, and attributes of some modules, that are used by themselves, and not to take an attribute."""
+    attributes = {one.value for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name) and one not in attributes:
+            yield one.id
+        elif isinstance(one, ast.Attribute) and one not in attributes and _path(one)[0] in modules:
+            yield one.attr
 
 
 def differing(here: bytes, there: bytes, own: Collection[str] = ()) -> set[str]:
@@ -143,29 +211,45 @@ def differing(here: bytes, there: bytes, own: Collection[str] = ()) -> set[str]:
     >>> differing(b"f = lambda: 1; g = lambda: f()", b"f = lambda: 2; g = lambda: f()")
     {'f'}
     """
-    ours, theirs = _File(here), _File(there)
-    dumps = [{name: [*map(ast.dump, some)] for name, some in file.names.items()} for file in (ours, theirs)]
+    ours, theirs = (_File(text, own=own) for text in (here, there))
+    dumps = [file.signatures() for file in (ours, theirs)]
     found = {name for name in dumps[0].keys() | dumps[1].keys() if dumps[0].get(name) != dumps[1].get(name)}
-    came = {module for module in ours.modules - theirs.modules if module[:1] != "." and module.split(".")[0] not in own}
-    return found | {_EXECUTED} if came or theirs.modules - ours.modules else found
+    if "__all__" in found:
+        exported = [set().union(*(_words(one)[1] for one in file.names["__all__"])) for file in (ours, theirs)]
+        found |= exported[0] ^ exported[1]
+    came = [module for module in ours.modules if module not in theirs.modules]
+    found |= {f"{IMPORT}{module}" for module in came}
+    is_known = all(module[:1] == "." or module.split(".")[0] in own for module in came)
+    is_same = [module for module in ours.modules if module in theirs.modules] == [*theirs.modules]
+    return found if is_known and is_same else found | {_EXECUTED}
 
 
 def differing_definitions(repository: Repository, commit: str) -> Iterator[tuple[str, list[str]]]:
     """Yield each file of Python that differs between a commit and the working tree, with the names that do.
 
-    A ``pyproject.toml`` differs in nothing where its part for pytest is as it was: both sides have one environment.
+    Of one that is missing here, the name is that of the module. A ``pyproject.toml`` differs in nothing where its part
+    for pytest is as it was: both sides have one environment.
     """
+    files = [Path(name) for name in {*repository.working_files(), *repository.files(commit)} if name.endswith(".py")]
+    own = {part for file in files for part in file.with_suffix("").parts}
     for name in repository.changed_files(commit):
         file = repository.root / name
         there = repository.text_at(commit, file) or ""
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            if file.suffix == ".py":
-                yield name, sorted(differing(file.read_bytes(), there.encode(), Path(name).parts))
-            elif file.name == "pyproject.toml":
-                tools = (tomllib.loads(text).get("tool", {}) for text in (file.read_text("utf-8"), there))
-                ours, theirs = (one.get("pytest") for one in tools)
-                if ours == theirs:
-                    yield name, []
+        with contextlib.suppress(SyntaxError, ValueError):
+            if file.suffix == ".py" and file.is_file():
+                yield name, sorted(differing(file.read_bytes(), there.encode(), own))
+            elif file.suffix == ".py":
+                yield name, [file.parent.name if file.stem == "__init__" else file.stem]
+            elif (
+                file.name == "pyproject.toml"
+                and file.is_file()
+                and _of_pytest(file.read_text("utf-8")) == _of_pytest(there)
+            ):
+                yield name, []
+
+
+def _of_pytest(text: str) -> object:
+    return tomllib.loads(text).get("tool", {}).get("pytest")
 
 
 class Definitions:
@@ -173,11 +257,15 @@ class Definitions:
 
     Args:
         files: The files that are imported, with the names of their modules and packages.
+        differing: The names in them that differ, also those that are not here.
     """
 
-    def __init__(self, files: Collection[tuple[Path, str, str]]) -> None:
+    def __init__(
+        self, files: Collection[tuple[Path, str, str]], differing: Mapping[Path, Collection[str]] = MappingProxyType({})
+    ) -> None:
         self._packages = {file: package for file, _, package in files}
         self._modules = {module: file for file, module, _ in files}
+        self._differing = differing
 
     def reached(self, test: str, file: Path, executed: Collection[Path], whole: Collection[Path]) -> set[Node]:
         """Return what a test reaches.
@@ -188,55 +276,109 @@ class Definitions:
             executed: The files that are imported with it.
             whole: Those of them of which all is used.
         """
-        own = self._file(file)
+        own = self._file(file).names
         first = re.split(r"::|\[", test)[0]
-        starts = [name for name in own.names if name and _HOOKS.search(" ".join({name, *self._words_of((file, name))}))]
-        starts += [first] if first in own.names else own.names
-        waiting = [(file, name) for name in starts]
-        waiting += [(one, _EXECUTED) for one in executed if one != file]  # a file of tests decorates what it defines
+        waiting = [(file, name) for name in ([first] if first in own else [*own, first])]
+        waiting += [node for one in {file, *executed} for node in self._always(one, one == file)]
         waiting += [(one, name) for one in whole for name in self._file(one).names]
-        found = set(waiting)
+        scope, found = {file, *executed, *whole}, set(waiting)
         while waiting:
-            new = self._edges(waiting.pop()) - found
+            new = {node for node in self._edges(waiting.pop()) if node[0] in scope} - found
             found |= new
             waiting += new
         return found
 
     @functools.cache  # noqa: B019 - it lives as long as the files are read
     def _file(self, file: Path) -> _File:
-        return _File(file.read_bytes() if file.suffix == ".py" else b"", self._packages.get(file, ""))
+        text = file.read_bytes() if file.suffix == ".py" and file.is_file() else b""
+        found = _File(text, self._packages.get(file, ""))
+        for name in self._differing.get(file, ()):
+            found.names[name]
+        return found
+
+    @functools.cached_property
+    def _files_with(self) -> dict[str, list[Path]]:
+        found = defaultdict(list)
+        for file in self._packages:
+            for name in self._file(file).names:
+                found[name].append(file)
+        return found
+
+    @functools.cached_property
+    def _of_metaclasses(self) -> set[str]:
+        """The names of classes with a metaclass, which may register them, and of those that are derived from them."""
+        parts = [part for file in self._packages for _, part in self._file(file).bound]
+        statements = [part for part in parts if isinstance(part, ast.ClassDef)]
+        bases = {one.name: set().union(*_words(ast.Tuple(one.bases))) for one in statements}
+        found = {one.name for one in statements if any(keyword.arg == "metaclass" for keyword in one.keywords)}
+        while new := {name for name in bases.keys() - found if bases[name] & found}:
+            found |= new
+        return found
+
+    def acts(self, file: Path) -> bool:
+        """Whether the import of a file may do more than bind names."""
+        return bool(self._file(file).names.get(_EXECUTED) or self._file(file).acting)
+
+    @functools.cache  # noqa: B019
+    def _always(self, file: Path, has_test: bool) -> list[Node]:
+        """Return what a test reaches of a file that is imported, though it names nothing of it."""
+        names = self._file(file).names
+        hooks = {name for name in names if name and _HOOKS.search(" ".join(self._words_of((file, name))))}
+        found = hooks | self._file(file).acting | (names.keys() & self._of_metaclasses)
+        found -= {name for name in found if has_test and any(map(_is_test, names[name]))}
+        return [(file, name) for name in (_EXECUTED, *found)]
 
     def _words_of(self, node: Node) -> set[str]:
-        return {word for statement in self._file(node[0]).names.get(node[1], ()) for word in _words(statement)}
+        statements = self._file(node[0]).names.get(node[1], ())
+        return {node[1]}.union(*(words for statement in statements for words in _words(statement)))
 
     @functools.cache  # noqa: B019
     def _edges(self, node: Node) -> frozenset[Node]:
-        file, statements = self._file(node[0]), self._file(node[0]).names.get(node[1], ())
-        words, bare = self._words_of(node) | {node[1]}, {name for one in statements for name in _bare(one)}
-        is_dynamic = node[1] == _ALL or "__dict__" in words or not _DYNAMIC.isdisjoint(bare)
-        if is_dynamic:
-            words |= {*file.names, *file.imports}
-        found = {(node[0], word) for word in words if word in file.names}
-        for word in words:
-            for module, name in file.imports.get(word, ()):
-                found.update(self._imported(module, name, None if is_dynamic or word in bare else words))
-            module, _, name = word.rpartition(".")
-            if module in self._modules:  # a text, as of what is patched
-                found.update(self._imported(module, name, words))
-        for module in file.stars:
-            found.add((node[0], "*"))
-            found |= {(self._modules[module], word) for word in words if module in self._modules}
+        path, name = node[0], node[1].removesuffix("*")
+        file = self._file(path)
+        statements = file.names.get(name, ())
+        words = [_words(one, self._foreign(path)) for one in statements]
+        names = {name, "__getattr__"}.union(*(one for one, _ in words))
+        loose = set().union(*(one for _, one in words))
+        passed_on = {one for statement in statements for one in _passed_on(statement, file.imports)}
+        if node[1].endswith("*"):
+            passed_on.add(name)
+        found = {(path, name)}
+        is_dynamic = not _DYNAMIC.isdisjoint(passed_on | (loose & {"__dict__"})) or {"sys", "modules"} <= names | loose
+        if node[1] == _ALL or is_dynamic:
+            names |= {*file.names, *file.imports}
+            passed_on |= names
+            found |= {(self._modules[module], _ALL) for module in file.stars if module in self._modules}
+        found |= {(path, word) for word in names | loose if word in file.names}
+        for word in names | loose:
+            for module, inner in file.imports.get(word, ()):
+                found.update(self._imported(module, inner, word in passed_on))
+        unbound = names - file.imports.keys() - file.names.keys() if file.stars else set()
+        for word in loose | unbound:
+            found |= {(one, word) for one in self._files_with.get(word, ())}
+        for word in loose & passed_on:
+            found |= {(one, f"{word}*") for one in self._files_with.get(word, ())}
+            found |= {(one, _ALL) for module, one in self._modules.items() if f".{module}".endswith(f".{word}")}
+        texts = (word.strip(".") for word in loose if "." in word)
+        found |= {(self._modules[module], _ALL) for module in texts if module in self._modules}
         return frozenset(found)
 
-    def _imported(self, module: str, name: str | None, words: set[str] | None) -> Iterator[Node]:
-        """Yield what an imported name leads to; if it is a module, its names among some words, or all inside it."""
+    @functools.cache  # noqa: B019
+    def _foreign(self, path: Path) -> set[str]:
+        """Return the names in a file that imports bind to what is not of the repository."""
+        tops = {"", *(module.partition(".")[0] for module in self._modules)}
+        imports = self._file(path).imports.items()
+        return {name for name, some in imports if tops.isdisjoint(module.partition(".")[0] for module, _ in some)}
+
+    def _imported(self, module: str, name: str | None, is_passed_on: bool) -> Iterator[Node]:
+        """Yield what an imported name leads to; if it is a module that is passed on, all inside it."""
         inner = module if name is None else f"{module}.{name}"
-        if inner in self._modules and words is None:
+        if is_passed_on:
             yield from ((file, _ALL) for one, file in self._modules.items() if f"{one}.".startswith(f"{inner}."))
-        elif inner in self._modules:
-            for word in words or ():
-                yield self._modules[inner], word
-                if f"{inner}.{word}" in self._modules:
-                    yield from self._imported(inner, word, words)
         if name is not None and module in self._modules:
-            yield self._modules[module], name
+            yield self._modules[module], f"{name}*" if is_passed_on else name
+
+
+def _is_test(statement: ast.stmt) -> bool:
+    inside = [*statement.body, statement] if isinstance(statement, ast.ClassDef) else [statement]
+    return any(isinstance(one, ast.FunctionDef) and one.name.startswith("test") for one in inside)

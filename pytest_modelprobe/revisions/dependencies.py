@@ -12,10 +12,11 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import sys
 import sysconfig
 import types
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,7 +24,7 @@ import pytest
 
 from pytest_modelprobe.gate import Repository
 
-from .definitions import Definitions
+from .definitions import IMPORT, Definitions
 from .pairs import folder_of
 
 _FILES = "files.json"
@@ -38,7 +39,7 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 _BY_NAME = {
     "import_module", "__import__", "iter_modules", "walk_packages", "entry_points", "run_path", "run_module",
-    "__subclasses__", "__init_subclass__",
+    "__subclasses__", "__init_subclass__", "spec_from_file_location", "SourceFileLoader",
 }  # fmt: skip
 """What imports, or finds, what no import names."""
 
@@ -49,16 +50,18 @@ class TestFiles:
     Args:
         folder: The folder to write into.
         root: The root of the repository.
-        differing: Files of Python, relative to it, of which a test depends on these names at their top alone.
+        differing: What `differing_definitions` yields.
     """
 
     __test__ = False
 
-    def __init__(self, folder: Path, root: Path, differing: Mapping[str, Collection[str]]) -> None:
+    def __init__(self, folder: Path, root: Path, differing: Mapping[str, Sequence[str]]) -> None:
         self._folder, self._root = folder, root
-        self._differing = {root / name: names for name, names in differing.items()}
-        self._tests: dict[str, tuple[Path, set[str]]] = {}
-        """Test → its file, and the files that were opened while it ran."""
+        self._differing = {root / name: names for name, names in differing.items() if (root / name).is_file()}
+        self._missing = {root / name: names[0] for name, names in differing.items() if not (root / name).exists()}
+        """Files that the other side alone has, with the names of their modules."""
+        self._tests: dict[str, tuple[Path, set[str], bool]] = {}
+        """Test → its file, the files that were opened while it ran, and whether it is a function of Python."""
         self._shared: set[str] = set()
         """The files that were opened while tests were collected, or fixtures of wider scope were set up."""
         self._opened: set[str] | None = self._shared
@@ -70,7 +73,7 @@ class TestFiles:
         opened = self._opened  # another thread may end the test
         if opened is not None and event == "open" and isinstance(args[0], str):
             with contextlib.suppress(OSError):  # the working directory may be gone
-                opened.add(os.path.realpath(args[0]))
+                opened.add(_source_of(os.path.realpath(args[0])))
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Note where tests are written."""
@@ -83,7 +86,8 @@ class TestFiles:
         try:
             return (yield)
         finally:
-            self._tests[item.nodeid], self._opened = (item.path.resolve(), self._opened), None
+            is_function = isinstance(item, pytest.Function)
+            self._tests[item.nodeid], self._opened = (item.path.resolve(), self._opened, is_function), None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
@@ -109,20 +113,24 @@ class TestFiles:
         # What no import in a test leads to was imported by a plugin, or by name.
         unexplained = ours.difference(*map(imported_files, written))
         named = [(file, name) for name, file in modules.items() if file in ours]
-        definitions = Definitions([(file, name, _package_of(file)) for file, name in named])
-        shared = {Path(file) for file in self._shared if not file.endswith((".py", ".pyc"))}
-        for test, (file, opened) in self._tests.items():
+        definitions = Definitions([(file, name, _package_of(file)) for file, name in named], self._differing)
+        shared = {file for file in self._own(self._shared) if file.suffix != ".pyc"} - ours - written
+        reads = {test: self._own(opened) for test, (_, opened, _) in self._tests.items()}
+        loaded = {file for read in reads.values() for file in read if file.suffix == ".py"}
+        for test, (file, _, is_function) in self._tests.items():
             used: list[tuple[Path, str]] = []
-            found = {*map(Path, opened), *shared, *unexplained}
-            found = found.union(*map(imported_files, (file, *self._conftests(file))))
-            found = {one for one in found if _is_own(one, self._root)}
-            if any(one.suffix in _MAY_NAME_CLASSES or imports_by_name(one) for one in found):
-                found |= ours
-            elif narrowed := found & self._differing.keys() - {*map(Path, opened)}:
-                own = {*self._conftests(file), *unexplained}
+            read = reads[test] | shared
+            found = {*read, *unexplained}.union(*map(imported_files, (file, *self._conftests(file), *read)))
+            found = self._own(found)
+            is_by_name = any(one.suffix in _MAY_NAME_CLASSES or imports_by_name(one) for one in found)
+            if is_by_name or not is_function:
+                found |= ours | loaded | self._missing.keys()
+            elif narrowed := found & self._differing.keys() - read:
+                own = {*self._conftests(file), *unexplained, *read}
                 reached = definitions.reached(test.partition("::")[2], file, found, own)
                 used = sorted((one, name) for one, name in reached if name in self._differing.get(one, ()))
-                found -= narrowed - {one for one, _ in used}
+                found -= narrowed - {one for one, _ in used} - self._importers(found, (file, *own), definitions)
+            found |= {gone for gone, name in self._missing.items() if any(_says(one, name) for one in found)}
             written_down = {
                 "files": sorted(one.relative_to(self._root).as_posix() for one in found),
                 "differing": [(str(one), name) for one, name in used],
@@ -131,6 +139,25 @@ class TestFiles:
             place.mkdir(parents=True, exist_ok=True)
             (place / _FILES).write_text(json.dumps(written_down), "utf-8")
         return result
+
+    def _importers(self, found: set[Path], of: Iterable[Path], definitions: Definitions) -> set[Path]:
+        """Return the files whose new imports are why some files are imported that may do more than bind names."""
+        before = set().union(*(imported_files(file, new=self._new) for file in of))
+        return {one for one, _ in self._new} & found if any(map(definitions.acts, found - before)) else set()
+
+    @functools.cached_property
+    def _new(self) -> frozenset[tuple[Path, Path]]:
+        """Each file with those that it imports on this side alone."""
+        found = set()
+        for file, names in self._differing.items():
+            for name in (name.removeprefix(IMPORT) for name in names if name.startswith(IMPORT)):
+                with contextlib.suppress(ImportError):
+                    module = sys.modules.get(importlib.util.resolve_name(name, _package_of(file)))
+                    found.add((file, Path(getattr(module, "__file__", None) or "").resolve()))
+        return frozenset(found)
+
+    def _own(self, files: Iterable[str | Path]) -> set[Path]:
+        return {path for path in map(Path, files) if _is_own(path, self._root)}
 
     def _conftests(self, file: Path) -> Iterator[Path]:
         above = (folder / "conftest.py" for folder in file.parents)
@@ -142,6 +169,20 @@ def _loaded() -> dict[str, str]:
     found = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     # Modules of `torch.ops` have names of files without a folder.
     return {name: os.path.realpath(file) for name, file in found.items() if file and Path(file).is_absolute()}
+
+
+def _source_of(file: str) -> str:
+    """Return the file of Python that was compiled into a file, or this file."""
+    with contextlib.suppress(ValueError):
+        return importlib.util.source_from_cache(file) if file.endswith(".pyc") else file
+    return file
+
+
+@functools.cache
+def _says(file: Path, name: str) -> bool:
+    """Whether a name is written in a file of Python."""
+    text = file.read_bytes() if file.suffix == ".py" and file.is_file() else b""
+    return re.search(rb"\b%b\b" % re.escape(name).encode(), text) is not None
 
 
 def _is_own(file: Path, root: Path) -> bool:
@@ -255,20 +296,24 @@ def _says_otherwise(here: Path, there: Path) -> bool:
 
 
 @functools.cache
-def imported_files(file: Path, *, executed: bool = True) -> frozenset[Path]:
+def imported_files(
+    file: Path, *, executed: bool = True, new: frozenset[tuple[Path, Path]] = frozenset()
+) -> frozenset[Path]:
     """Return a file of Python and those that it imports, and so on, but for installed packages.
 
     Args:
         file: The file.
         executed: Whether to follow all that an import executes, as the ``__init__`` of packages; else only to where the
             names that are imported come from.
+        new: Files with what they import that is not to be followed.
     """
     found = {file}
     waiting = [file]
     while waiting:
-        new = {*_imports(waiting.pop(), executed)[0]} - found
-        found |= new
-        waiting += new
+        one = waiting.pop()
+        more = {to for to in _imports(one, executed)[0] if (one, to) not in new} - found
+        found |= more
+        waiting += more
     return frozenset(found)
 
 

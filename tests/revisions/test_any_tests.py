@@ -439,6 +439,40 @@ def test_what_is_imported_by_name_is_a_dependency(plain: Project) -> None:
     )
 
 
+def test_what_an_import_does_or_finds_is_a_dependency(plain: Project) -> None:
+    call = "net.Encoder()(scale * torch.ones(1, 2, 16))"
+    plain.write("src/scales.py", "FACTOR = 2\n")
+    plain.write("src/patches.py", "import scales\n\nscales.FACTOR = 3\n")
+    plain.write("src/patched.py", "import scales\n\ndef scale():\n    return scales.FACTOR\n")
+    plain.write("src/fast.py", "SCALE = 2\n")
+    plain.write("src/optional.py", "try:\n    from fast import SCALE\nexcept ImportError:\n    SCALE = 1\n")
+    meta = "class Meta(type):\n    def __init__(cls, name, *_):\n        CLASSES[name.lower()] = cls\n"
+    plain.write("src/meta.py", f"CLASSES = {{}}\n\n{meta}\nclass Base(metaclass=Meta):\n    pass\n")
+    plain.write("src/listed.py", "import meta\n\nclass Listed(meta.Base):\n    SCALE = 2\n")
+    plain.write("scripts/train.py", "SCALE = 2\n")
+    script = "import pathlib, scales\nfile = pathlib.Path(__file__.replace('tests/test_script', 'scripts/train'))"
+    for name, imports, scale in (
+        ("new", "import patched", "patched.scale()"),
+        ("missing", "import optional", "optional.SCALE"),
+        ("meta", "import listed, meta", "meta.CLASSES['listed'].SCALE"),
+        ("plain", "import scales", "2"),
+        ("script", f"{script}\nexec(file.read_text())", "SCALE"),
+    ):
+        text = f"import net, torch\n{imports}\n\ndef test_{name}():\n    scale = {scale}\n    {call}\n"
+        plain.write(f"tests/test_{name}.py", text)
+    plain.commit("scales")
+    (plain.path / "src/fast.py").unlink()
+    plain.replace("src/patched.py", "import scales", "import patches\nimport scales")
+    plain.replace("src/listed.py", "2", "3")
+    plain.replace("scripts/train.py", "2", "3")
+    tests = [f"tests/test_{name}.py" for name in ("new", "missing", "meta", "plain")]
+    assert (
+        "3 tests ran 3 models of 1 class: 3 changed; 1 test not run again, for nothing that they use differs\n"
+    ) in text_of(plain.run("--modelprobe-base=HEAD", *tests))
+    said = text_of(plain.run("--modelprobe-base=HEAD", "tests/test_script.py"))
+    assert "1 test ran 1 model of 1 class: 1 changed\n" in said
+
+
 def test_tests_that_run_no_model_of_their_own_compare_nothing(plain: Project) -> None:
     plain.write(
         "tests/test_net.py", "import torch\n\ndef test_linear():\n    torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"

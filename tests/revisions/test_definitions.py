@@ -131,10 +131,94 @@ torch.manual_seed(0)
         (b".norms import RMSNorm, LayerNorm", b".norms import RMSNorm, LayerNorm, GroupNorm", {"GroupNorm"}),
         (b"RMSNorm, LayerNorm", b"LayerNorm as RMSNorm", {"RMSNorm", "LayerNorm"}),
         (b"manual_seed(0)", b"manual_seed(1)", {""}),  # what an import executes
-        (b"import torch", b"import torch, patches", {"patches", ""}),
-        (b"import torch", b"import torch, pkg.blocks", {"pkg"}),
+        (b"import torch", b"import torch, patches", {"patches", "import patches", ""}),
+        (b"import torch", b"import torch, pkg.blocks", {"pkg", "import pkg.blocks"}),
     ],
 )
 def test_names_that_two_versions_define_otherwise(old: bytes, new: bytes, names: set[str]) -> None:
     assert old in BEFORE
     assert differing(BEFORE.replace(old, new), BEFORE, ["pkg"]) == names
+
+
+MADE = "def made(): return 1\n"
+STAR = "from pkg.other import *\n"
+USED = "from pkg import net\ndef test(): net.made()"
+IMPORTED = "import pkg.net\ndef test(): 0"
+RENAMED = "from pkg import net as F"
+
+
+def users(folder: Path, net: str, old: str, new: str, test: str, other: str) -> list[str]:
+    """Return which tests, of two, use what differs in a module of a package that has another one."""
+    assert old in net
+    texts = {"pkg.net": net.replace(old, new, 1), "pkg.other": other, "it": f"{test}\ndef test_other(): 0\n"}
+    files = [(folder / f"{module}.py", module, module.rpartition(".")[0]) for module in texts]
+    for file, module, _ in files:
+        file.write_text(texts[module])
+    changed, own = files[0][0], ["pkg", "net", "other", "patches", "a", "b"]
+    names = differing(texts["pkg.net"].encode(), net.encode(), own)
+    definitions, paths = Definitions(files, {changed: names}), [file for file, *_ in files]
+    found = {test: definitions.reached(test, paths[2], paths, []) for test in ("test", "test_other")}
+    return [test for test, reached in found.items() if any((changed, name) in reached for name in names)]
+
+
+@pytest.mark.parametrize(
+    ("net", "old", "new", "test", "other"),
+    [
+        (f"{MADE}made.scale = 1", "scale = 1", "scale = 2", USED, ""),
+        ("from pkg.other import R\nR['k'] = lambda: 1", "1", "2", IMPORTED, "R = {}"),
+        (f"{MADE}class A:\n    for k in 'ab': R[k] = made", "1", "2", IMPORTED, ""),
+        (f"{MADE}class A:\n    R['k'] = made", "1", "2", IMPORTED, ""),
+        (f"{MADE}class A(registered(made)): pass", "1", "2", IMPORTED, ""),
+        (f"@register('compile')\n{MADE}", "1", "2", IMPORTED, ""),
+        (f"@register\nclass TestNet: w = made()\n{MADE}", "1", "2", IMPORTED, ""),
+        ("W = [1]\ndef made(): W[0] = 2", "2", "3", "from pkg.net import made\nmade()\ndef test(): 0", ""),
+        ("from . import patches, a", "patches, a", "a", IMPORTED, ""),
+        ("import pkg.a\nimport pkg.b", "import pkg.a\nimport pkg.b", "import pkg.b\nimport pkg.a", IMPORTED, ""),
+        (
+            f"import pkg.a\n{MADE}def f(): 0",
+            f"import pkg.a\n{MADE}def f(): 0",
+            f"{MADE}def f(): import pkg.a",
+            USED,
+            "",
+        ),
+        ("X = 1\nR.append(X)\nX = 2", "R.append(X)\nX = 2", "X = 2\nR.append(X)", USED, ""),
+        (MADE, "1", "2", f"{STAR}def test(): 0", "from pkg.net import made\n@fixture(autouse=True)\ndef x(): made()"),
+        ("def __getattr__(name): return 1", "1", "2", "from pkg.net import it\ndef test(): it()", ""),
+        ("from pkg.other import A\nclass B(A): w = 1", "1", "2", IMPORTED, "class A(metaclass=Meta): pass"),
+        (MADE, "1", "2", "import pytest\nm = pytest.importorskip('pkg.net')\ndef test(): m.made()", ""),
+    ],
+)
+def test_a_change_of_what_an_import_does_reaches_all_tests(
+    tmp_path: Path, net: str, old: str, new: str, test: str, other: str
+) -> None:
+    assert users(tmp_path, net, old, new, test, other) == ["test", "test_other"]
+
+
+@pytest.mark.parametrize(
+    ("net", "old", "new", "test", "other"),
+    [
+        # the order of what binds a name
+        ("X = 1\nY = X\nX = 2\ndef made(): return Y", "Y = X\nX = 2", "X = 2\nY = X", USED, ""),
+        (f"{STAR}{MADE}", f"{STAR}{MADE}", f"{MADE}{STAR}", USED, MADE),
+        # names that are not here, or not there
+        (f"{STAR}{MADE}", MADE, "", USED, MADE),
+        ("def sum(x): return x\ndef made(): return sum([1])", "def sum(x): return x\n", "", USED, ""),
+        (f"__all__ = ['f']\n{MADE}", "['f']", "['f', 'made']", "from pkg.net import *\ndef test(): made()", ""),
+        # modules that are passed on, or have other names
+        (MADE, "1", "2", "from pkg.other import F\ndef test(): getattr(F, f'ma{1}')()", RENAMED),
+        (MADE, "1", "2", "import pkg.other as o\ndef test(): o.F.made()", RENAMED),
+        (MADE, "1", "2", "import pkg.other as o\ndef test(): getattr(o.F, f'ma{1}')()", RENAMED),
+        (MADE, "1", "2", "import inspect, pkg.net\ndef test(): inspect.getmembers(pkg.net)", ""),
+        (MADE, "1", "2", "import pydoc\ndef test(): pydoc.locate('pkg.net.' + f'ma{1}')()", ""),
+        (MADE, "1", "2", "from pkg.other import f\ndef test(): f(1)", "from pkg.net import *\ndef f(n): globals()[n]"),
+        # what pytest finds
+        (MADE, "1", "2", STAR, "from pkg.net import made\ndef test(): made()"),
+        (MADE, "1", "2", "from pkg.net import made\n@fixture(name='x')\ndef y(): made()\ndef test(x): 0", ""),
+        (MADE, "1", "2", "p = ['pkg.other']\ndef test(x): 0", "from pkg.net import made\n@fixture\ndef x(): made()"),
+        (MADE, "1", "2", f"{STAR}def test(x): 0", "from pkg.net import made\n@fixture\ndef x(): made()"),
+    ],
+)
+def test_a_change_reaches_the_test_that_sees_it(
+    tmp_path: Path, net: str, old: str, new: str, test: str, other: str
+) -> None:
+    assert users(tmp_path, net, old, new, test, other) == ["test"]
