@@ -41,6 +41,8 @@ class Extra:
     """Attribute of `report.exporters` → its module."""
     explanations: Mapping[str, str] = field(default_factory=dict)
     """What is explained → ``module:function`` that returns sentences on it; see `explained`."""
+    selection: str | None = None
+    """A module with `differing_definitions` and `Use`, by which fewer tests run on two sides."""
     comparison: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `comparison` → its module."""
     probe: Mapping[str, str] = field(default_factory=dict)
@@ -102,6 +104,12 @@ def explained(what: str, *given: Any) -> list[str]:
     """
     place = modules("explanations").get(what)
     return [] if place is None else list(imported(place, what)(*given))
+
+
+def selection() -> Any:
+    """Return the module that says which definitions a test uses, or `None`."""
+    found = [f"{_EXTRAS}.{name}.{extra.selection}" for name, extra in _extras().items() if extra.selection]
+    return importlib.import_module(found[0]) if found else None
 
 
 def attach(owner: type, door: str) -> None:

@@ -47,6 +47,7 @@ EXTRAS = {
     ),
     "replay": Extra(plugin="plugin", commands={"replay": "command"}),
     "scan": Extra(commands={"scan": "command"}),
+    "selection": Extra(selection="using"),
     "trainers": Extra(
         needs=("exporters",),
         trainers={

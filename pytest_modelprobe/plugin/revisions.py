@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_modelprobe import extension
+
 if TYPE_CHECKING:
     from pytest_modelprobe.gate import Repository
     from pytest_modelprobe.report.results import Base, PairResult, ShownCause
@@ -123,7 +125,7 @@ class Sides:
     def _begin(self) -> None:
         """Find the commit and the interpreter before the tests run."""
         from pytest_modelprobe.gate import GitError, Repository
-        from pytest_modelprobe.revisions import Side, SideError, differing_definitions
+        from pytest_modelprobe.revisions import Side, SideError
 
         option = self._config.option
         self._ref: str | None = option.modelprobe_base
@@ -134,7 +136,8 @@ class Sides:
                 self._repository = Repository(self._config.rootpath)
                 self._root = self._repository.root
                 self._commit = self._repository.merge_base(self._ref)
-                self._differing = dict(differing_definitions(self._repository, self._commit))
+                if (selection := extension.selection()) is not None:
+                    self._differing = dict(selection.differing_definitions(self._repository, self._commit))
             if option.modelprobe_base_python is not None:
                 if shutil.which(self._python) is None:
                     raise SideError(f"there is no interpreter {self._python}")

@@ -5,11 +5,12 @@ compared. They are made by one machine with the same number of threads, so a com
 alone.
 """
 
-from .definitions import differing_definitions as differing_definitions
 from .dependencies import TestFiles as TestFiles
 from .dependencies import differing_of as differing_of
 from .dependencies import files_of as files_of
+from .dependencies import imported_files as imported_files
 from .dependencies import is_affected as is_affected
+from .dependencies import package_of as package_of
 from .pairs import VERDICTS as VERDICTS
 from .pairs import Pair as Pair
 from .pairs import Written as Written

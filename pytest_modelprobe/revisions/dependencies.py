@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
+from pytest_modelprobe import extension
 from pytest_modelprobe.gate import Repository
 
-from .definitions import IMPORT, Definitions
 from .pairs import folder_of
 
 _FILES = "files.json"
@@ -50,7 +50,7 @@ class TestFiles:
     Args:
         folder: The folder to write into.
         root: The root of the repository.
-        differing: What `differing_definitions` yields.
+        differing: What the `Extra.selection` says of files that differ.
     """
 
     __test__ = False
@@ -112,8 +112,8 @@ class TestFiles:
         written = self._files.union(*map(self._conftests, self._files))
         # What no import in a test leads to was imported by a plugin, or by name.
         unexplained = ours.difference(*map(imported_files, written))
-        named = [(file, name) for name, file in modules.items() if file in ours]
-        definitions = Definitions([(file, name, _package_of(file)) for file, name in named], self._differing)
+        named = [(file, name, package_of(file)) for name, file in modules.items() if file in ours]
+        use = selection.Use(named, self._differing) if (selection := extension.selection()) else None
         shared = {file for file in self._own(self._shared) if file.suffix != ".pyc"} - ours - written
         reads = {test: self._own(opened) for test, (_, opened, _) in self._tests.items()}
         loaded = {file for read in reads.values() for file in read if file.suffix == ".py"}
@@ -125,11 +125,9 @@ class TestFiles:
             is_by_name = any(one.suffix in _MAY_NAME_CLASSES or imports_by_name(one) for one in found)
             if is_by_name or not is_function:
                 found |= ours | loaded | self._missing.keys()
-            elif narrowed := found & self._differing.keys() - read:
-                own = {*self._conftests(file), *unexplained, *read}
-                reached = definitions.reached(test.partition("::")[2], file, found, own)
-                used = sorted((one, name) for one, name in reached if name in self._differing.get(one, ()))
-                found -= narrowed - {one for one, _ in used} - self._importers(found, (file, *own), definitions)
+            elif use is not None and found & self._differing.keys() - read:
+                used, unused = use.of_test(test, file, found, {*self._conftests(file), *unexplained, *read})
+                found -= unused - read
             found |= {gone for gone, name in self._missing.items() if any(_says(one, name) for one in found)}
             written_down = {
                 "files": sorted(one.relative_to(self._root).as_posix() for one in found),
@@ -139,22 +137,6 @@ class TestFiles:
             place.mkdir(parents=True, exist_ok=True)
             (place / _FILES).write_text(json.dumps(written_down), "utf-8")
         return result
-
-    def _importers(self, found: set[Path], of: Iterable[Path], definitions: Definitions) -> set[Path]:
-        """Return the files whose new imports are why some files are imported that may do more than bind names."""
-        before = set().union(*(imported_files(file, new=self._new) for file in of))
-        return {one for one, _ in self._new} & found if any(map(definitions.acts, found - before)) else set()
-
-    @functools.cached_property
-    def _new(self) -> frozenset[tuple[Path, Path]]:
-        """Each file with those that it imports on this side alone."""
-        found = set()
-        for file, names in self._differing.items():
-            for name in (name.removeprefix(IMPORT) for name in names if name.startswith(IMPORT)):
-                with contextlib.suppress(ImportError):
-                    module = sys.modules.get(importlib.util.resolve_name(name, _package_of(file)))
-                    found.add((file, Path(getattr(module, "__file__", None) or "").resolve()))
-        return frozenset(found)
 
     def _own(self, files: Iterable[str | Path]) -> set[Path]:
         return {path for path in map(Path, files) if _is_own(path, self._root)}
@@ -329,7 +311,7 @@ def _imports(file: Path, executed: bool) -> tuple[tuple[Path, ...], bool]:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))] if file.suffix == ".py" else []
     except (OSError, SyntaxError, ValueError):
         return (), False
-    package = _package_of(file)
+    package = package_of(file)
     names = {name for node in nodes for name in _names(node, package, executed)}
     if executed:
         names |= {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
@@ -358,7 +340,7 @@ def _names(node: ast.AST, package: str, executed: bool) -> Iterator[str]:
         yield node.value  # it may be the name of a module, or of what is in it
 
 
-def _package_of(file: Path) -> str:
+def package_of(file: Path) -> str:
     """Return the package that relative imports in a file start from."""
     return _packages(len(sys.modules)).get(file, "")
 

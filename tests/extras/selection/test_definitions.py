@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_modelprobe.revisions.definitions import Definitions, differing
+from pytest_modelprobe.extras.selection.definitions import Definitions, differing
 
 FILES = {
     "pkg/__init__.py": """
