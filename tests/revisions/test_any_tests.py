@@ -12,6 +12,7 @@ import subprocess
 import pytest
 import torch
 
+from pytest_modelprobe import extension
 from pytest_modelprobe.plugin.revisions import NOTHING_COMPARED
 
 from .test_base import Project, text_of
@@ -170,13 +171,16 @@ def plain(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked: N
     return project
 
 
+by_use = pytest.mark.skipif(extension.selection() is None, reason="needs the extra that says what a test uses")
+
+
 def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project) -> None:
     plain.replace("src/net.py", *CHANGE)
     result = plain.run("--modelprobe-base=HEAD", "--modelprobe-json=results.json")
     result.assert_outcomes(passed=13, failed=1)
     said = text_of(result)
     # Three of the same seeds, and a model and two copies; not in the test that fails, nor in that of the hooks.
-    assert "11 tests ran 15 models of 2 classes: 15 changed; 1 test not run again" in said
+    assert "11 tests ran 15 models of 2 classes: 15 changed" in said
     assert "layers.*: own code changed between to_qkv and dropout x2: by" in said
     source = "  src/net.py:17 Attention.forward\n  - scale = self.dim_head ** -0.5\n  + scale = self.dim ** -0.5\n"
     assert source in said
@@ -206,6 +210,7 @@ def test_the_same_code_computes_the_same(plain: Project) -> None:
     assert "13 tests not run again, for nothing that they use differs" in result.outlines
 
 
+@by_use
 def test_a_test_that_uses_nothing_that_differs_does_not_run_there(plain: Project) -> None:
     plain.write(
         "src/other.py",
@@ -233,6 +238,7 @@ def test_a_test_that_uses_nothing_that_differs_does_not_run_there(plain: Project
     assert everything in text_of(plain.run(*selected))
 
 
+@by_use
 def test_what_changed_outside_of_the_model_is_shown(plain: Project) -> None:
     plain.write("src/data.py", "import torch\n\nSCALE = 1\n\ndef batch():\n    return SCALE * torch.ones(1, 5, 16)\n")
     plain.write(
@@ -439,6 +445,7 @@ def test_what_is_imported_by_name_is_a_dependency(plain: Project) -> None:
     )
 
 
+@by_use
 def test_what_an_import_does_or_finds_is_a_dependency(plain: Project) -> None:
     call = "net.Encoder()(scale * torch.ones(1, 2, 16))"
     plain.write("src/scales.py", "FACTOR = 2\n")
