@@ -12,6 +12,7 @@ EXTRAS = {
         checks={"adapter": "adapter"},
         apart={"adapter": "as it needs the function that attaches the adapter"},
     ),
+    "bisect": Extra(commands={"bisect": "command"}),
     "doctor": Extra(commands={"doctor": "command"}),
     "exporters": Extra(
         exporters=dict.fromkeys(["GROUP", "Exporter", "exporter", "readings", "scalars"], "export"),
