@@ -43,6 +43,8 @@ class Extra:
     """What is explained → ``module:function`` that returns sentences on it; see `explained`."""
     comparison: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `comparison` → its module."""
+    runs: Mapping[str, str] = field(default_factory=dict)
+    """Attribute of `runs` → its module."""
     probe: Mapping[str, str] = field(default_factory=dict)
     """Method of `ModelProbe` → the function, as ``module:function`` if its name is another."""
     watch: Mapping[str, str] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from . import extension, interventions
+from . import extension, interventions, runs
 from .exceptions import NothingObservedError, UsageError
 from .interventions import Ablation, Change, Metric, ablation, faults
 from .models import check_supported, initialization, seeding, version
@@ -30,7 +30,6 @@ from .runs import (
     Watch,
     architecture,
     check_loss,
-    compilation,
     is_same_device,
 )
 
@@ -333,7 +332,7 @@ class ModelProbe:
         """
         record = architecture(model, *args, **kwargs)
         if compiled:
-            record = compilation.with_graph_breaks(record, model, args, kwargs)
+            record = runs.with_graph_breaks(record, model, args, kwargs)
         self._remember(record.model, record)
         if self._recorder is not None:
             self._recorder.recorded("architecture", record, model)

@@ -8,7 +8,6 @@ from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
 from .change import same_function
 from .check import Check
-from .compilation import compiles_whole
 from .gradients import gradcheck, gradients_agree
 from .incremental import incremental
 from .inputs import inputs_used, parameters_used
@@ -29,6 +28,7 @@ from .training import ema_tracks, gradient_accumulation, initial_loss, optimizer
 
 if TYPE_CHECKING:
     from pytest_modelprobe.extras.adapters.adapter import adapter as adapter
+    from pytest_modelprobe.extras.compilation.whole import compiles_whole as compiles_whole
     from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
     from pytest_modelprobe.extras.training_state.checkpoint import wholly_loaded as wholly_loaded
     from pytest_modelprobe.extras.training_state.deferred import deferred_initialization as deferred_initialization
@@ -48,7 +48,6 @@ __all__ = [
     "causal",
     "checkpoint_parity",
     "compile_parity",
-    "compiles_whole",
     "copy_and_pickle",
     "deterministic",
     "device_parity",

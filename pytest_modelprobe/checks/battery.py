@@ -64,7 +64,6 @@ APART: Mapping[str, str] = {
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
     "compile_parity": "as compiling takes long",
-    "compiles_whole": "as compiling takes long, and not every model is meant to be compiled",
     "export_parity": "as only some models are meant to be exported",
     "gradcheck": "as it runs the model twice for each parameter",
     "device_parity": "as it needs another device",

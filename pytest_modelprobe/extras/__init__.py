@@ -13,6 +13,11 @@ EXTRAS = {
         apart={"adapter": "as it needs the function that attaches the adapter"},
     ),
     "bisect": Extra(commands={"bisect": "command"}),
+    "compilation": Extra(
+        checks={"compiles_whole": "whole"},
+        apart={"compiles_whole": "as compiling takes long, and not every model is meant to be compiled"},
+        runs={"with_graph_breaks": "graphs"},
+    ),
     "doctor": Extra(commands={"doctor": "command"}),
     "exporters": Extra(
         exporters=dict.fromkeys(["GROUP", "Exporter", "exporter", "readings", "scalars"], "export"),
