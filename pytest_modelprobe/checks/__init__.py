@@ -24,7 +24,7 @@ from .registration import (
     state_unchanged_by_forward,
 )
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
-from .training import ema_tracks, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
+from .training import ema_tracks, gradient_accumulation, optimizer_covers, overfits_batch
 
 if TYPE_CHECKING:
     from pytest_modelprobe.extras.adapters.adapter import adapter as adapter
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
     from pytest_modelprobe.extras.training_state.checkpoint import wholly_loaded as wholly_loaded
     from pytest_modelprobe.extras.training_state.deferred import deferred_initialization as deferred_initialization
+    from pytest_modelprobe.extras.training_state.initial import initial_loss as initial_loss
     from pytest_modelprobe.extras.training_state.training import resume as resume
     from pytest_modelprobe.extras.training_state.training import workers_differ as workers_differ
 
@@ -60,7 +61,6 @@ __all__ = [
     "gradient_accumulation",
     "gradients_agree",
     "incremental",
-    "initial_loss",
     "initialized",
     "inputs_unchanged_by_forward",
     "inputs_used",

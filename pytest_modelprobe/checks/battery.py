@@ -70,7 +70,6 @@ APART: Mapping[str, str] = {
     "optimizer_covers": "as it needs the optimizer",
     "ema_tracks": "as it needs the average",
     "same_function": "as it needs the function that changes the model",
-    "initial_loss": "as a trained model begins lower",
     **extension.reasons(),
 }
 """Name of each other check → why `standard` leaves it to be called by itself."""

@@ -65,6 +65,7 @@ EXTRAS = {
         names={"Invariants": "invariants", "assert_invariants": "invariants"},
         checks={
             "deferred_initialization": "deferred",
+            "initial_loss": "initial",
             "resume": "training",
             "wholly_loaded": "checkpoint",
             "workers_differ": "training",
@@ -73,6 +74,7 @@ EXTRAS = {
             "resume": "as it needs what makes and trains a state",
             "wholly_loaded": "as it needs the function that loads",
             "deferred_initialization": "as it needs the function that makes the model",
+            "initial_loss": "as a trained model begins lower",
         },
         watch={"invariants": "invariants:of_watch"},
     ),
