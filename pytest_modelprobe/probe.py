@@ -17,7 +17,6 @@ from torch import nn
 
 from . import extension, interventions, runs
 from .exceptions import NothingObservedError, UsageError
-from .interventions import Ablation, Change, Metric, ablation, faults
 from .models import check_supported, initialization, seeding, version
 from .record import Record, Selector, with_live_run
 from .runs import (
@@ -34,6 +33,7 @@ from .runs import (
 )
 
 if TYPE_CHECKING:
+    from .extras.ablation import ablations as _ablations
     from .extras.pictures import drawing as _drawing
     from .extras.ports import precision as _precision
     from .extras.ranks import merging as _exchange
@@ -284,25 +284,8 @@ class ModelProbe:
     intervene = staticmethod(interventions.intervene)
     """`pytest_modelprobe.intervene`, at hand in a test."""
 
-    def ablation(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        metric: Metric,
-        *,
-        layers: Selector = "**",
-        by: Change = faults.zero,
-    ) -> Ablation:
-        """Return how a metric of the model changes when each layer is ablated; see `ablation`.
-
-        >>> probe = ModelProbe()
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        >>> sorted(row.layer for row in probe.ablation(model, torch.ones(4, 2), lambda output: output.sum()).rows)
-        ['0', '1']
-        """
-        return ablation(model, inputs, metric, layers=layers, by=by, seed=self.seed)
-
     if TYPE_CHECKING:  # of extras
+        ablation = _ablations.ablation_of_probe
         feature_maps = _drawing.feature_maps
         grad_cam = _drawing.grad_cam
         plot_distributions = _drawing.plot_distributions

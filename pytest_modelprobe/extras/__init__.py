@@ -8,6 +8,10 @@ from __future__ import annotations
 from pytest_modelprobe.extension import Extra
 
 EXTRAS = {
+    "ablation": Extra(
+        names=dict.fromkeys(["ablation", "assert_layer_matters"], "ablations"),
+        probe={"ablation": "ablations:ablation_of_probe"},
+    ),
     "adapters": Extra(
         checks={"adapter": "adapter"},
         apart={"adapter": "as it needs the function that attaches the adapter"},
