@@ -6,7 +6,6 @@ from pytest_modelprobe import extension
 
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
-from .change import same_function
 from .check import Check
 from .gradients import gradcheck, gradients_agree
 from .incremental import incremental
@@ -28,6 +27,7 @@ from .training import ema_tracks, gradient_accumulation, optimizer_covers, overf
 
 if TYPE_CHECKING:
     from pytest_modelprobe.extras.adapters.adapter import adapter as adapter
+    from pytest_modelprobe.extras.adapters.change import same_function as same_function
     from pytest_modelprobe.extras.compilation.whole import compiles_whole as compiles_whole
     from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
     from pytest_modelprobe.extras.training_state.checkpoint import wholly_loaded as wholly_loaded
@@ -74,7 +74,6 @@ __all__ = [
     "permutation_equivariant",
     "permutation_invariant",
     "registered",
-    "same_function",
     "seeded",
     "standard",
     "state_dict_round_trip",

@@ -69,7 +69,6 @@ APART: Mapping[str, str] = {
     "device_parity": "as it needs another device",
     "optimizer_covers": "as it needs the optimizer",
     "ema_tracks": "as it needs the average",
-    "same_function": "as it needs the function that changes the model",
     **extension.reasons(),
 }
 """Name of each other check → why `standard` leaves it to be called by itself."""

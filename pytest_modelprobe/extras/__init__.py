@@ -13,8 +13,11 @@ EXTRAS = {
         probe={"ablation": "ablations:ablation_of_probe"},
     ),
     "adapters": Extra(
-        checks={"adapter": "adapter"},
-        apart={"adapter": "as it needs the function that attaches the adapter"},
+        checks={"adapter": "adapter", "same_function": "change"},
+        apart={
+            "adapter": "as it needs the function that attaches the adapter",
+            "same_function": "as it needs the function that changes the model",
+        },
     ),
     "bisect": Extra(commands={"bisect": "command"}),
     "compilation": Extra(
