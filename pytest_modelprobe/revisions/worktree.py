@@ -109,10 +109,6 @@ class Worktree:
         _git(self.root, "checkout", "--quiet", "--detach", commit)
         self._add_submodules(commit)
 
-    def git(self, *arguments: str) -> str:
-        """Run a command of git in the worktree, and return what it printed."""
-        return os.fsdecode(_git(self.root, *arguments))
-
     def check(self, records: Mapping[Any, Written]) -> None:
         """Refuse records of code that this tree has, but that was imported from elsewhere.
 

@@ -30,7 +30,7 @@ def _run(options: argparse.Namespace) -> int:
     """Find the commit, and print its diagnosis."""
     from pytest_modelprobe.comparison.text import text
 
-    from .search import bisect, differs
+    from .search import bisect, differs, git_in
 
     if not options.tests:
         raise UsageError("name a test behind --, such as: modelprobe bisect v1.0 -- tests/test_model.py::test_run")
@@ -40,8 +40,9 @@ def _run(options: argparse.Namespace) -> int:
         print(printable(text), file=sys.stderr, flush=True)
 
     found = bisect(repository, options.good, options.bad, options.tests, tell=tell)
-    author = repository.author(found.commit)
-    print(printable(f"{author} is the first commit with a change; {count(found.runs, 'run')} of the tests"))
+    # Its short hash, day, author and subject.
+    said = git_in(repository.root, "log", "-1", "--abbrev=10", "--format=%h (%as, %an: %s)", found.commit).strip()
+    print(printable(f"{said} is the first commit with a change; {count(found.runs, 'run')} of the tests"))
     for pair in found.pairs:
         if differs(pair):
             print()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import re
 import shutil
 import sys
@@ -10,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_modelprobe.gate import GitError, Repository
+from pytest_modelprobe.gate import GitError, Repository, run_git
 from pytest_modelprobe.revisions import Job, Pair, Side, SideError, Worktree, import_roots, judged, read_written
 
 _FIRST_BAD = re.compile(r"^([0-9a-f]{40,64}) is the first (?:bad|new) commit", re.MULTILINE)
@@ -51,9 +54,9 @@ def bisect(
     first, last = repository.commit(good), repository.commit(bad)
     if first == last:
         raise GitError(f"{good} and {bad} are the same commit: name an older one first")
-    if repository.is_ancestor(last, first):
+    if _is_ancestor(repository, last, first):
         raise GitError(f"{bad} comes before {good}: name the older commit first, as in {bad} {good}")
-    if not repository.is_ancestor(first, last):
+    if not _is_ancestor(repository, first, last):
         cut = ", or fetch what is cut off here: git fetch --unshallow" if repository.shallow else ""
         raise GitError(
             f"{good} is no ancestor of {bad}: name a commit from which {bad} comes, such as a merge base{cut}"
@@ -72,6 +75,19 @@ def bisect(
                 f"name a commit that had it in place of {bad}; if not, the tests do not reach it"
             )
         return Bisected(commit=commit, pairs=pairs, runs=search.runs)
+
+
+def git_in(folder: Path, *arguments: str) -> str:
+    """Run a command of git in a folder, and return what it printed."""
+    return os.fsdecode(run_git(folder, *arguments, apart=True))
+
+
+def _is_ancestor(repository: Repository, commit: str, of: str) -> bool:
+    """Return whether a commit is in the history of another one."""
+    with contextlib.suppress(GitError):
+        git_in(repository.root, "merge-base", "--is-ancestor", commit, of)
+        return True
+    return False
 
 
 def differs(pair: Pair) -> bool:
@@ -105,7 +121,7 @@ class _Search:
 
         The last commit is taken for a bad one. It is looked at if no other is.
         """
-        git = self._tree.git
+        git = functools.partial(git_in, self._tree.root)
         found: dict[str, list[Pair] | None] = {}
 
         def verdict_on(commit: str) -> str:
@@ -135,7 +151,7 @@ class _Search:
         return done[1], found[done[1]]
 
     def _subject(self, commit: str) -> str:
-        return self._tree.git("log", "-1", "--format=%h %s", commit).strip()
+        return git_in(self._tree.root, "log", "-1", "--format=%h %s", commit).strip()
 
     def _run(self, name: str, like: Path | None) -> None:
         records = self._folder / name
