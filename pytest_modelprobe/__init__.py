@@ -46,11 +46,13 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
+    from .extras.ablation.ablations import ablation as ablation
+    from .extras.ablation.ablations import assert_layer_matters as assert_layer_matters
     from .extras.pictures.drawing import assert_attends_to as assert_attends_to
     from .extras.ports.precision import precision as precision
     from .extras.training_state.invariants import Invariants as Invariants
     from .extras.training_state.invariants import assert_invariants as assert_invariants
-    from .interventions import ablation, assert_layer_matters, faults, intervene
+    from .interventions import faults, intervene
     from .probe import ModelProbe, Watch
     from .record import Record
     from .snapshot.snapshot import ModelProbeSnapshot
@@ -81,7 +83,6 @@ __all__ = [
     "assert_frozen",
     "assert_grad_finite",
     "assert_grad_flow",
-    "assert_layer_matters",
     "assert_mode",
     "assert_no_dead_layers",
     "assert_no_gradient",
@@ -95,7 +96,6 @@ __all__ = [
     "assert_tied",
     "assert_training_loop",
     "assert_update_ratio",
-    "ablation",
     "faults",
     "intervene",
     *extension.modules("names"),
@@ -106,7 +106,7 @@ _MODULES = {
     "Record": "record",
     "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_") and name not in extension.modules("names")},
-    **dict.fromkeys(["ablation", "assert_layer_matters", "faults", "intervene"], "interventions"),
+    **dict.fromkeys(["faults", "intervene"], "interventions"),
     **{name: "exceptions" for name in __all__ if name.endswith(("Error", "Warning"))},
 }
 

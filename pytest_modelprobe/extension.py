@@ -45,6 +45,8 @@ class Extra:
     """A module with `differing_definitions` and `Use`, by which fewer tests run on two sides."""
     comparison: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `comparison` → its module."""
+    runs: Mapping[str, str] = field(default_factory=dict)
+    """Attribute of `runs` → its module."""
     probe: Mapping[str, str] = field(default_factory=dict)
     """Method of `ModelProbe` → the function, as ``module:function`` if its name is another."""
     watch: Mapping[str, str] = field(default_factory=dict)

@@ -15,9 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from . import extension, interventions
+from . import extension, interventions, runs
 from .exceptions import NothingObservedError, UsageError
-from .interventions import Ablation, Change, Metric, ablation, faults
 from .models import check_supported, initialization, seeding, version
 from .record import Record, Selector, with_live_run
 from .runs import (
@@ -30,11 +29,11 @@ from .runs import (
     Watch,
     architecture,
     check_loss,
-    compilation,
     is_same_device,
 )
 
 if TYPE_CHECKING:
+    from .extras.ablation import ablations as _ablations
     from .extras.pictures import drawing as _drawing
     from .extras.ports import precision as _precision
     from .extras.ranks import merging as _exchange
@@ -285,25 +284,8 @@ class ModelProbe:
     intervene = staticmethod(interventions.intervene)
     """`pytest_modelprobe.intervene`, at hand in a test."""
 
-    def ablation(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        metric: Metric,
-        *,
-        layers: Selector = "**",
-        by: Change = faults.zero,
-    ) -> Ablation:
-        """Return how a metric of the model changes when each layer is ablated; see `ablation`.
-
-        >>> probe = ModelProbe()
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        >>> sorted(row.layer for row in probe.ablation(model, torch.ones(4, 2), lambda output: output.sum()).rows)
-        ['0', '1']
-        """
-        return ablation(model, inputs, metric, layers=layers, by=by, seed=self.seed)
-
     if TYPE_CHECKING:  # of extras
+        ablation = _ablations.ablation_of_probe
         feature_maps = _drawing.feature_maps
         grad_cam = _drawing.grad_cam
         plot_distributions = _drawing.plot_distributions
@@ -333,7 +315,7 @@ class ModelProbe:
         """
         record = architecture(model, *args, **kwargs)
         if compiled:
-            record = compilation.with_graph_breaks(record, model, args, kwargs)
+            record = runs.with_graph_breaks(record, model, args, kwargs)
         self._remember(record.model, record)
         if self._recorder is not None:
             self._recorder.recorded("architecture", record, model)

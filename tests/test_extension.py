@@ -27,6 +27,7 @@ def test_every_row_of_the_table_names_modules_that_exist() -> None:
         "trainers",
         "exporters",
         "comparison",
+        "runs",
         "probe",
         "watch",
         "record",

@@ -6,9 +6,7 @@ from pytest_modelprobe import extension
 
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
-from .change import same_function
 from .check import Check
-from .compilation import compiles_whole
 from .gradients import gradcheck, gradients_agree
 from .incremental import incremental
 from .inputs import inputs_used, parameters_used
@@ -25,13 +23,16 @@ from .registration import (
     state_unchanged_by_forward,
 )
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
-from .training import ema_tracks, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
+from .training import ema_tracks, gradient_accumulation, optimizer_covers, overfits_batch
 
 if TYPE_CHECKING:
     from pytest_modelprobe.extras.adapters.adapter import adapter as adapter
+    from pytest_modelprobe.extras.adapters.change import same_function as same_function
+    from pytest_modelprobe.extras.compilation.whole import compiles_whole as compiles_whole
     from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
     from pytest_modelprobe.extras.training_state.checkpoint import wholly_loaded as wholly_loaded
     from pytest_modelprobe.extras.training_state.deferred import deferred_initialization as deferred_initialization
+    from pytest_modelprobe.extras.training_state.initial import initial_loss as initial_loss
     from pytest_modelprobe.extras.training_state.training import resume as resume
     from pytest_modelprobe.extras.training_state.training import workers_differ as workers_differ
 
@@ -48,7 +49,6 @@ __all__ = [
     "causal",
     "checkpoint_parity",
     "compile_parity",
-    "compiles_whole",
     "copy_and_pickle",
     "deterministic",
     "device_parity",
@@ -61,7 +61,6 @@ __all__ = [
     "gradient_accumulation",
     "gradients_agree",
     "incremental",
-    "initial_loss",
     "initialized",
     "inputs_unchanged_by_forward",
     "inputs_used",
@@ -75,7 +74,6 @@ __all__ = [
     "permutation_equivariant",
     "permutation_invariant",
     "registered",
-    "same_function",
     "seeded",
     "standard",
     "state_dict_round_trip",

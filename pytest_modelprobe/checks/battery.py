@@ -64,14 +64,11 @@ APART: Mapping[str, str] = {
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
     "compile_parity": "as compiling takes long",
-    "compiles_whole": "as compiling takes long, and not every model is meant to be compiled",
     "export_parity": "as only some models are meant to be exported",
     "gradcheck": "as it runs the model twice for each parameter",
     "device_parity": "as it needs another device",
     "optimizer_covers": "as it needs the optimizer",
     "ema_tracks": "as it needs the average",
-    "same_function": "as it needs the function that changes the model",
-    "initial_loss": "as a trained model begins lower",
     **extension.reasons(),
 }
 """Name of each other check → why `standard` leaves it to be called by itself."""

@@ -1,7 +1,7 @@
 """The command `modelprobe`: shows snapshots, compares them, and checks that changes are declared.
 
 A job that reviews changes has a checkout and nothing installed but this package. So the subcommands read files and ask
-git, and need neither torch nor pytest; only `bisect`, `scan`, `compare` and `replay` run models.
+git, and need neither torch nor pytest; only extras run models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from .commands import (
     GIT_ATTRIBUTES,
     INCOMPLETE,
     SAME,
-    run_bisect,
     run_check,
     run_declare,
     run_diff,
@@ -123,16 +122,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_level(declare, "deny", "changes of this class too, which `check` denies with the same option; may be repeated")
     declare.set_defaults(run=run_declare)
-
-    bisect = commands.add_parser(
-        "bisect",
-        help="find the commit that changed what the model of a test does",
-        description="Run tests at commits between GOOD and BAD, and find the first whose model differs from GOOD's.",
-        usage="modelprobe bisect GOOD [BAD] -- TESTS [options of pytest]",
-    )
-    bisect.add_argument("good", metavar="GOOD", help="a commit whose model is right")
-    bisect.add_argument("bad", metavar="BAD", nargs="?", default="HEAD", help="a later one whose model is not (HEAD)")
-    bisect.set_defaults(run=run_bisect)
 
     report = commands.add_parser("report", help="write a file of results as a page or as Markdown")
     report.add_argument("results", metavar="RESULTS.json", help="what pytest --modelprobe-json=PATH wrote")

@@ -1,4 +1,4 @@
-"""The subcommands: `show`, `report`, `init`, `diff`, `check`, `declare` and `bisect`.
+"""The subcommands: `show`, `report`, `init`, `diff`, `check` and `declare`.
 
 `diff`, `check` and `declare` compare the working tree with a base. `check` exits with 1 if a change that needs a reason
 has none, and `declare` writes the reason for what `check` denies.
@@ -47,7 +47,7 @@ from pytest_modelprobe.record import Record, layer_rows, layer_table, select
 from pytest_modelprobe.record.text import headline
 from pytest_modelprobe.report import ci, markdown
 from pytest_modelprobe.report.results import SCHEMA, Results, write_text
-from pytest_modelprobe.text import count, listed, printable
+from pytest_modelprobe.text import listed, printable
 
 # --- what the subcommands share ---------------------------------------------------------------------------------------
 
@@ -189,32 +189,6 @@ Next, to have every change of an architecture reviewed, a line in .github/CODEOW
   **/{DIRECTORY}/**/*.arch.json @your-organization/model-owners
 and in a workflow of pull requests, after a checkout with fetch-depth: 0:
   modelprobe check --format github --deny behavior"""
-
-
-# --- bisect: the commit that changed what a model does ----------------------------------------------------------------
-
-
-def run_bisect(options: argparse.Namespace) -> int:
-    """Find the commit, and print its diagnosis."""
-    from pytest_modelprobe.comparison.text import text
-    from pytest_modelprobe.revisions import bisect, differs
-
-    if not options.tests:
-        raise UsageError("name a test behind --, such as: modelprobe bisect v1.0 -- tests/test_model.py::test_run")
-    repository = Repository(Path.cwd())
-
-    def tell(text: str) -> None:
-        print(printable(text), file=sys.stderr, flush=True)
-
-    found = bisect(repository, options.good, options.bad, options.tests, tell=tell)
-    author = repository.author(found.commit)
-    print(printable(f"{author} is the first commit with a change; {count(found.runs, 'run')} of the tests"))
-    for pair in found.pairs:
-        if differs(pair):
-            print()
-            print(printable(f"{pair.here.test}, {pair.here.key}, beside {options.good}:"))
-            print(text(pair.diagnosis))
-    return SAME
 
 
 # --- diff, check and declare: what changed, whether it was declared, and the declaration ------------------------------

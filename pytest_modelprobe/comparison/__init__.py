@@ -11,7 +11,6 @@ from .compare import begins as begins
 from .compare import compare as compare
 from .compare import tolerance_factor as tolerance_factor
 from .diagnosis import diagnose as diagnose
-from .diagnosis.causes import ABSORBED as ABSORBED
 from .diagnosis.causes import NO_EFFECT as NO_EFFECT
 from .diagnosis.causes import Cause as Cause
 from .diagnosis.causes import CauseKind as CauseKind

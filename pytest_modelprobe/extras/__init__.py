@@ -8,9 +8,22 @@ from __future__ import annotations
 from pytest_modelprobe.extension import Extra
 
 EXTRAS = {
+    "ablation": Extra(
+        names=dict.fromkeys(["ablation", "assert_layer_matters"], "ablations"),
+        probe={"ablation": "ablations:ablation_of_probe"},
+    ),
     "adapters": Extra(
-        checks={"adapter": "adapter"},
-        apart={"adapter": "as it needs the function that attaches the adapter"},
+        checks={"adapter": "adapter", "same_function": "change"},
+        apart={
+            "adapter": "as it needs the function that attaches the adapter",
+            "same_function": "as it needs the function that changes the model",
+        },
+    ),
+    "bisect": Extra(commands={"bisect": "command"}),
+    "compilation": Extra(
+        checks={"compiles_whole": "whole"},
+        apart={"compiles_whole": "as compiling takes long, and not every model is meant to be compiled"},
+        runs={"with_graph_breaks": "graphs"},
     ),
     "doctor": Extra(commands={"doctor": "command"}),
     "exporters": Extra(
@@ -61,6 +74,7 @@ EXTRAS = {
         names={"Invariants": "invariants", "assert_invariants": "invariants"},
         checks={
             "deferred_initialization": "deferred",
+            "initial_loss": "initial",
             "resume": "training",
             "wholly_loaded": "checkpoint",
             "workers_differ": "training",
@@ -69,6 +83,7 @@ EXTRAS = {
             "resume": "as it needs what makes and trains a state",
             "wholly_loaded": "as it needs the function that loads",
             "deferred_initialization": "as it needs the function that makes the model",
+            "initial_loss": "as a trained model begins lower",
         },
         watch={"invariants": "invariants:of_watch"},
     ),

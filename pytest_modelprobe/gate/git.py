@@ -141,17 +141,6 @@ class Repository:
         ends = (self.root / self._text("rev-parse", "--git-path", "shallow")).read_text("ascii").split()
         return not set(ends).isdisjoint(self._text("rev-list", f"{tip}...{other}").split())
 
-    def author(self, commit: str) -> str:
-        """Return a commit in words: its short hash, day, author and subject."""
-        return self._text("log", "-1", "--abbrev=10", "--format=%h (%as, %an: %s)", commit)
-
-    def is_ancestor(self, commit: str, of: str) -> bool:
-        """Return whether a commit is in the history of another one."""
-        with contextlib.suppress(GitError):
-            self._git("merge-base", "--is-ancestor", commit, of)
-            return True
-        return False
-
     def parents(self, commit: str) -> list[str]:
         """Return the hashes of the parents.
 

@@ -371,3 +371,11 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
         return ctx.change(gradients[0]), None
+
+
+def forward(model: nn.Module, inputs: Any) -> Any:
+    """Return the output of the model for an input, a tuple of positional arguments, or a dict of keyword arguments."""
+    inputs = map_tensors(lambda tensor: tensor.clone(), inputs)  # a model may write to its input
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)

@@ -189,11 +189,10 @@ class ProgressLine:
 
     Args:
         config: The configuration of the run.
-        clock: Returns the time in seconds.
     """
 
-    def __init__(self, config: pytest.Config, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
+    def __init__(self, config: pytest.Config) -> None:
+        self.clock = time.monotonic
         self._terminal: Any = config.pluginmanager.getplugin("terminalreporter")
         self._capture: Any = config.pluginmanager.getplugin("capturemanager")
         self._width = config.get_terminal_writer().fullwidth - 1

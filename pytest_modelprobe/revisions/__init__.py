@@ -32,8 +32,5 @@ from .side import SideError as SideError
 from .side import TestsOn as TestsOn
 from .side import options_for as options_for
 from .side import side_by_side as side_by_side
-from .worktree import Bisected as Bisected
 from .worktree import Worktree as Worktree
-from .worktree import bisect as bisect
-from .worktree import differs as differs
 from .worktree import import_roots as import_roots

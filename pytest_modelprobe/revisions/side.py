@@ -558,17 +558,15 @@ class _Tests:
         self._unread: dict[str, str] = {}
 
     @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, Any, Any]:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> Generator[None, Any, Any]:
         """Leave the tests that were asked for."""
         result = yield
         self._collected = [item.nodeid for item in items]
         self._with_probe = [item.nodeid for item in items if is_probed(item)]
         if self._job.tests is not None:
-            asked = (
-                {test.removeprefix(f"{items[0].config.rootpath.as_posix()}/") for test in self._job.tests}
-                if items
-                else {}
-            )
+            asked = {test.removeprefix(f"{config.rootpath.as_posix()}/") for test in self._job.tests}
             items[:] = [item for item in items if not _beginnings(item.nodeid).isdisjoint(asked)]
         return result
 

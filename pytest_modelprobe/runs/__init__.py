@@ -6,10 +6,12 @@ state, how often, and what is restored afterwards. Outside a watch, a run leaves
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from pytest_modelprobe import extension
 from pytest_modelprobe.capture import Options as Options
 from pytest_modelprobe.statistics import Requests as Requests
 
-from . import compilation as compilation
 from . import noise as noise
 from .fakes import FakeModel as FakeModel
 from .fakes import architecture as architecture
@@ -33,3 +35,10 @@ from .run import Mode as Mode
 from .run import Run as Run
 from .run import is_same_device as is_same_device
 from .watch import Watch as Watch
+
+if TYPE_CHECKING:
+    from pytest_modelprobe.extras.compilation.graphs import with_graph_breaks as with_graph_breaks
+
+
+def __getattr__(name: str) -> Any:
+    return extension.attribute("runs", name, __name__)

@@ -1,1 +1,1 @@
-"""Adapters of a frozen model, such as LoRA: what they train, that they are merged, saved and loaded."""
+"""A model after a change that keeps its function; adapters such as LoRA: what they train, merged, saved and loaded."""

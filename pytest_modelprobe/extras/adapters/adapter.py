@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from pytest_modelprobe.checks.agreement import ROUNDING
-from pytest_modelprobe.checks.change import Change, applied, function_kept
 from pytest_modelprobe.checks.check import check
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
 from pytest_modelprobe.checks.registration import unregistered
@@ -22,6 +21,8 @@ from pytest_modelprobe.checks.session import PreparedModel, Trace, all_named, pl
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import ROOT, containers
 from pytest_modelprobe.text import count, listed
+
+from .change import Change, applied, function_kept
 
 _TRAINED = 0.1
 """Standard deviation of what is added to the parameters of an adapter: as it is made, it may compute nothing."""

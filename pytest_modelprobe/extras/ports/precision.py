@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.interrupts import interruptible
-from pytest_modelprobe.interventions import CallHook, ablations
+from pytest_modelprobe.interventions import CallHook, forward
 from pytest_modelprobe.models import (
     Autocast,
     Layers,
@@ -316,7 +316,7 @@ class _Pair:
                     torch.no_grad(),
                     interruptible(),
                 ):
-                    return outputs_of(ablations.forward(model, inputs))
+                    return outputs_of(forward(model, inputs))
             finally:
                 for state in states:
                     state.restore()

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_modelprobe.cli import main
 
-from .test_base import Project
+from ...revisions.test_base import Project  # noqa: TID252 - the folder of all tests is no package
 
 TEST = """
     from net import Net

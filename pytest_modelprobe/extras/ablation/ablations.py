@@ -7,7 +7,7 @@ Each ablation starts from the same random state and the same weights, so that a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.interrupts import interruptible
-from pytest_modelprobe.models import Layers, derive, map_tensors, preserved, seeded, settings_preserved
+from pytest_modelprobe.interventions import Change, faults, forward, intervene
+from pytest_modelprobe.models import Layers, derive, preserved, seeded, settings_preserved
+from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
 from pytest_modelprobe.text import Cell, failed, number, out_of, table
-
-from . import faults
-from .intervention import Change, intervene
 
 Metric = Callable[[Any], "float | Tensor"]
 """A function from the output of the model to a number."""
@@ -122,6 +121,25 @@ def ablation(
     return Ablation(model=root, metric=whole, rows=tuple(sorted(rows, key=lambda row: -_size(row.change))))
 
 
+def ablation_of_probe(
+    probe: ModelProbe,
+    model: nn.Module,
+    inputs: Any,
+    metric: Metric,
+    *,
+    layers: Selector = "**",
+    by: Change = faults.zero,
+) -> Ablation:
+    """Return how a metric of the model changes when each layer is ablated; see `ablation`.
+
+    >>> probe = ModelProbe()
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> sorted(row.layer for row in probe.ablation(model, torch.ones(4, 2), lambda output: output.sum()).rows)
+    ['0', '1']
+    """
+    return ablation(model, inputs, metric, layers=layers, by=by, seed=probe.seed)
+
+
 def assert_layer_matters(result: Ablation, layers: Selector = "**", *, min_change: float = 0.0) -> None:
     """Assert that the metric changes by more than ``min_change``, in either direction, without each layer.
 
@@ -155,14 +173,6 @@ def assert_layer_matters(result: Ablation, layers: Selector = "**", *, min_chang
             map(_cells, idle),
             "Look at whether its output is used, and whether a later layer makes it constant.",
         )
-
-
-def forward(model: nn.Module, inputs: Any) -> Any:
-    """Return the output of the model for an input, a tuple of positional arguments, or a dict of keyword arguments."""
-    inputs = map_tensors(lambda tensor: tensor.clone(), inputs)  # a model may write to its input
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 # --- telling --------------------------------------------------------------------------------------------------------

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.checks.batch import larger_batches
+from pytest_modelprobe.checks.check import check_native
+from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
+from pytest_modelprobe.checks.parity import not_compiled
+from pytest_modelprobe.checks.session import PreparedModel, Vary, keep_input
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.runs import Mode, compilation
+from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed
 
-from .batch import larger_batches
-from .check import check_native
-from .outcome import NotApplicableError, Violation
-from .parity import not_compiled
-from .session import PreparedModel, Vary, keep_input
+from .graphs import compiling, graph_breaks, layer_of, line_of
 
 _Row = tuple[str, str, str, str]
 """The layer, the line, the run and the reason of a graph that should not be."""
@@ -65,7 +66,7 @@ def compiles_whole(prepared: PreparedModel, *, axis: int = 0) -> Violation | str
         return graph.forward
 
     compiled: Any = torch.compile(model, backend=backend)
-    with compilation.compiling() as (breaks, failures):
+    with compiling() as (breaks, failures):
         for when, mode, vary, may in runs:
             run = functools.partial(prepared.run, mode=mode, vary=vary, backward=mode == "train", loss=_leaf)
             if run(model=model, traced=False).error is not None:
@@ -75,7 +76,7 @@ def compiles_whole(prepared: PreparedModel, *, axis: int = 0) -> Violation | str
             trace = run(model=compiled, traced=False)
             if trace.error is not None:
                 return not_compiled(trace)
-            for one in compilation.graph_breaks(prepared.layers.modules, breaks[seen:]):
+            for one in graph_breaks(prepared.layers.modules, breaks[seen:]):
                 row = one.layer, one.line, when, one.reason
                 found.setdefault(one.line, (f"breaks the graph of {when}", row))
             if made[when] > (max(1, made["a forward"]) if may else 0):
@@ -108,5 +109,5 @@ def _guard(prepared: PreparedModel, reason: str, when: str) -> _Row:
     at = re.search(r"# ([^\s#]+):(\d+) in ", text)  # of a long path it is the end
     frames = [FrameSummary(at[1], int(at[2]), "", lookup_line=False)] if at else []
     path = ".".join(re.findall(r"_modules\['([^']+)'\]", text))
-    layer = path if path in prepared.layers.modules else compilation.layer_of(prepared.layers.modules, frames)
-    return layer, compilation.line_of(frames), when, text.partition("  #")[0].strip()
+    layer = path if path in prepared.layers.modules else layer_of(prepared.layers.modules, frames)
+    return layer, line_of(frames), when, text.partition("  #")[0].strip()

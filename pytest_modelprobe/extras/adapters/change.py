@@ -17,20 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from pytest_modelprobe.checks.agreement import ROUNDING, Disagreement
+from pytest_modelprobe.checks.check import check, noted
+from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
+from pytest_modelprobe.checks.parity import agreeing
+from pytest_modelprobe.checks.registration import made_model
+from pytest_modelprobe.checks.rounding import as_double, is_rounded, relative_error, same
+from pytest_modelprobe.checks.session import PreparedModel, all_named, set_mode
 from pytest_modelprobe.comparison import begins
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, flatten_call, type_name
 from pytest_modelprobe.record import ROOT, containers, qualified, relative_name
 from pytest_modelprobe.text import count
-
-from .agreement import ROUNDING, Disagreement
-from .check import check, noted
-from .outcome import NotApplicableError, Violation
-from .parity import agreeing
-from .registration import made_model
-from .rounding import as_double, is_rounded, relative_error, same
-from .session import PreparedModel, all_named, set_mode
 
 Change = Callable[[nn.Module], nn.Module]
 """Takes a model, which it may change, and returns the changed one."""

@@ -13,7 +13,7 @@ from pytest_modelprobe import (
     ablation,
     assert_layer_matters,
 )
-from pytest_modelprobe.interventions import Ablated, Ablation
+from pytest_modelprobe.extras.ablation.ablations import Ablated, Ablation
 
 
 class Net(nn.Module):

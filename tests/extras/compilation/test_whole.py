@@ -12,6 +12,12 @@ from torch import Tensor, nn
 from pytest_modelprobe import ModelProbe, checks
 
 
+@pytest.fixture
+def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
+    return ModelProbe()
+
+
 class Scaled(nn.Module):
     """Divides by the largest element, as a number of Python or as a tensor."""
 
@@ -68,7 +74,7 @@ def between(layer: nn.Module) -> nn.Sequential:
 
 def line_of(place: str) -> str:
     """Return the line of code of a place in this file."""
-    return linecache.getline(__file__, int(place.removeprefix("test_compilation.py:"))).strip()
+    return linecache.getline(__file__, int(place.removeprefix("test_whole.py:"))).strip()
 
 
 def test_a_graph_break_is_named_with_its_layer_and_line(probe: ModelProbe) -> None:
@@ -76,10 +82,10 @@ def test_a_graph_break_is_named_with_its_layer_and_line(probe: ModelProbe) -> No
     assert checks.compiles_whole(probe, between(Scaled(breaks=False)), x).text == whole(3)
     found = checks.compiles_whole.outcome(probe, between(Scaled(breaks=True)), x)
     first, _, head, row, *_ = found.text.splitlines()
-    assert first.startswith("layer '1' (Scaled) breaks the graph of a forward at test_compilation.py:")
+    assert first.startswith("layer '1' (Scaled) breaks the graph of a forward at test_whole.py:")
     assert ".item() call" in first
     assert head.split() == ["layer", "line", "run", "reason"]
-    assert row.startswith("1       test_compilation.py:")
+    assert row.startswith("1       test_whole.py:")
     assert "x.abs().max().item()" in line_of(row.split()[1])
 
 
@@ -88,7 +94,7 @@ def test_what_makes_a_graph_for_each_forward_is_named(probe: ModelProbe) -> None
     assert checks.compiles_whole(probe, between(Counting(in_buffer=True)), x).text == whole(3)
     found = checks.compiles_whole.outcome(probe, between(Counting(in_buffer=False)), x)
     first, _, _, *rows = found.text.splitlines()
-    assert first.startswith("layer '1' (Counting) is compiled again for the same forward at test_compilation.py:")
+    assert first.startswith("layer '1' (Counting) is compiled again for the same forward at test_whole.py:")
     assert first.endswith(".calls == 1")
     assert line_of(first.split(" at ")[1].partition(": ")[0]) == "self.calls += 1"
     assert [re.split(" {3,}", row)[2] for row in rows[:3]] == ["the same forward", "a batch of 5", "the same step"]
@@ -96,12 +102,12 @@ def test_what_makes_a_graph_for_each_forward_is_named(probe: ModelProbe) -> None
 
 def test_a_break_in_training_alone_is_told_as_of_the_training_step(probe: ModelProbe) -> None:
     found = checks.compiles_whole.outcome(probe, between(Sampling()), probe.randn(3, 8))
-    assert found.text.startswith("layer '1' (Sampling) breaks the graph of a training step at test_compilation.py:")
+    assert found.text.startswith("layer '1' (Sampling) breaks the graph of a training step at test_whole.py:")
 
 
 def test_a_graph_for_each_further_batch_size_is_named(probe: ModelProbe) -> None:
     found = checks.compiles_whole.outcome(probe, between(Halved()), probe.randn(3, 8))
-    assert found.text.startswith("layer '1' (Halved) is compiled again for a batch of 5 at test_compilation.py:")
+    assert found.text.startswith("layer '1' (Halved) is compiled again for a batch of 5 at test_whole.py:")
 
 
 def test_a_model_of_no_operation_has_no_graph(probe: ModelProbe) -> None:

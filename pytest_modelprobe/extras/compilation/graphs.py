@@ -19,8 +19,7 @@ from torch import nn
 from pytest_modelprobe._torch import compilation_notes
 from pytest_modelprobe.models import Layers, map_tensors, preserved, seeding
 from pytest_modelprobe.record import ROOT, Record
-
-from .fakes import quiet
+from pytest_modelprobe.runs import quiet
 
 _TORCH = str(Path(torch.__file__).parent)
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_|_at_\d+$")

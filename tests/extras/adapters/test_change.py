@@ -16,6 +16,12 @@ from transformers import BertConfig, BertModel
 from pytest_modelprobe import ModelProbe, UsageError, checks
 
 
+@pytest.fixture
+def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
+    return ModelProbe()
+
+
 def trained(model: nn.Module) -> nn.Module:
     """Give the norms statistics and factors as of training."""
     with torch.no_grad():

@@ -1,0 +1,1 @@
+"""Which layers a metric depends on: each is replaced by zeros in turn."""

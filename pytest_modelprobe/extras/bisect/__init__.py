@@ -1,0 +1,1 @@
+"""`modelprobe bisect`: the commit that changed what the model of a test does."""
