@@ -26,8 +26,8 @@ class Tokens(Samples):
     """The tokens of a forward, each a sample. They are numbered by request.
 
     Args:
-        of: Which tokens there are. A mask, which is not 0 at tokens. Or the lengths of the requests that are packed in
-            one row: a list, or a dict of the number of a request → its length, in the order of the row.
+        of: Which tokens there are. A mask, which is 1 at tokens and 0 elsewhere. Or the lengths of the requests that
+            are packed in one row: a list, or a dict of the number of a request → its length, in the order of the row.
 
     >>> padded, packed = Tokens(torch.tensor([[1, 1, 0], [1, 1, 1]])), Tokens([2, 3])
     >>> rows = padded.rows(torch.randn(2, 3, 4))
@@ -38,8 +38,16 @@ class Tokens(Samples):
     """
 
     def __init__(self, of: Requests) -> None:
+        if not _are_tokens(of):
+            raise UsageError(
+                "tokens= is a mask of 1 at tokens and 0 elsewhere, or the lengths of requests: a list of integers, or "
+                f"a dict of number → length, with at least one token; got {of!r}"
+            )
         if isinstance(of, Tensor):
-            self._places = {tuple(n for n in of.shape if n > 1): of.flatten().nonzero().flatten().cpu()}
+            mask = of.squeeze().cpu() != 0
+            turned = torch.arange(mask.numel(), device="cpu").reshape(mask.shape[::-1])
+            self._places = {tuple(mask.shape): mask.flatten().nonzero().flatten()}  # Megatron has the batch second:
+            self._places.setdefault(tuple(turned.shape), turned.permute(*range(mask.dim())[::-1])[mask])
         else:
             lengths = of if isinstance(of, Mapping) else dict(enumerate(of))
             ends = dict(zip(lengths, itertools.accumulate(lengths.values()), strict=True))
@@ -48,8 +56,6 @@ class Tokens(Samples):
             # A value with one place for each request is of its last token, as logits are.
             self._places = {(len(lengths),): torch.tensor(rows), (len(order),): torch.tensor(order)}
         *_, index = self._places.values()
-        if not len(index):
-            raise UsageError(f"tokens= is a mask or the lengths of requests, with at least one token; got {of!r}")
         super().__init__(torch.from_numpy(hashes(_SALT, len(index)).view("int64")), [len(index)])
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -62,3 +68,13 @@ class Tokens(Samples):
                     if found and found in (places, (math.prod(places),)):
                         return plain.flatten(0, axes - 1)[index.to(plain.device)]
         return tensor
+
+
+def _are_tokens(of: object) -> bool:
+    """Whether that says which tokens there are. A mask that is added has 0 at tokens, and lengths are no mask."""
+    if isinstance(of, Tensor):
+        return bool(((of == 0) | (of == 1)).all() and of.any())
+    if not isinstance(of, Sequence | Mapping):
+        return False
+    lengths = [*of.values()] if isinstance(of, Mapping) else [*of]
+    return all(isinstance(n, int) and n >= 0 for n in (*of, *lengths)) and any(lengths)

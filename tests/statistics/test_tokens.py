@@ -55,6 +55,30 @@ def test_one_row_for_each_request_is_that_of_its_last_token(modelprobe):
     assert found.fingerprint == pytest.approx(expected.fingerprint)
 
 
-def test_no_token_is_refused(modelprobe):
-    with pytest.raises(UsageError, match="with at least one token"):
-        modelprobe.run(nn.Tanh(), PADDED, tokens=torch.zeros(2, 4))
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        torch.zeros(2, 4),
+        (1 - MASK.float()) * -1e9,
+        torch.tensor([2, 4]),
+        MASK.numpy(),
+        MASK.tolist(),
+        [2.0, 4.0],
+        [-2, 8],
+        [],
+        {"a": 2, 1: 4},
+        6,
+    ],
+    ids=repr,
+)
+def test_what_is_neither_a_mask_nor_lengths_is_refused(modelprobe, tokens):
+    with pytest.raises(
+        UsageError, match="tokens= is a mask of 1 at tokens and 0 elsewhere, or the lengths of requests"
+    ):
+        modelprobe.run(nn.Tanh(), PADDED, tokens=tokens)
+
+
+def test_the_batch_may_be_behind_the_positions(modelprobe):
+    found, expected = (reading(modelprobe, x, MASK) for x in (PADDED.transpose(0, 1), PADDED))
+    assert found.fingerprint == pytest.approx(expected.fingerprint)
+    assert found.statistics == expected.statistics

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import FrameSummary
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -82,10 +83,15 @@ def with_graph_breaks(record: Record, model: nn.Module, args: tuple[Any, ...], k
     """
     modules = Layers(model).modules
     called = {name: modules[name] for name, layer in record.layers.items() if layer.calls and name in modules}
+    compiled: Any = functools.partial(torch.compile, model, backend=lambda graph, _: graph.forward)
     with preserved(model), seeding.forked_rng(), compiling() as (notes, _):
-        compiled: Any = torch.compile(model, backend=lambda graph, _: graph.forward)
         args, kwargs = map_tensors(torch.clone, (args, kwargs))
-        compiled(*args, **kwargs)
+        try:
+            compiled(fullgraph=True)(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - what is no graph break is raised again
+            compiled()(*args, **kwargs)
+            if stack := getattr(error, "real_stack", None):  # of a break in a loop, which it skips, torch notes nothing
+                notes.append(SimpleNamespace(reason=error, user_stack=stack))
         found = graph_breaks(called or modules, notes)
     layers = dict(record.layers)
     for name in (ROOT, *_forwards(called or modules).values()):

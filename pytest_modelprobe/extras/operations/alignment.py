@@ -38,7 +38,13 @@ def first_difference(actual: Sequence[Step], expected: Sequence[Step]) -> str | 
     """
     for in_order in (True, False):
         a, e = (list(differing(*both, in_order=in_order)) for both in ((actual, expected), (expected, actual)))
-        takes_same = bool(a and e) and _are_equal(a[0], e[0])
+        takes_same = bool(a and e) and _are_equal(a[0].takes, e[0].takes)
+        if takes_same and a[0].function == e[0].function:
+            return _pair(a[0], e[0], takes_same=True)
+        if found := _passed_over(a, actual, expected):
+            return _pair(a[0], found, takes_same=True)
+        if found := _passed_over(e, expected, actual):
+            return _pair(found, e[0], takes_same=True)
         if (in_order or takes_same) and (said := _said(a, e, takes_same=takes_same)):
             return said
     return None
@@ -48,8 +54,6 @@ def _said(a: Sequence[Step], e: Sequence[Step], *, takes_same: bool) -> str | No
     """Return the first operations in words, given those that differ of the actual and of the expected."""
     if not (a or e):
         return None
-    if a and e and a[0].function == e[0].function and takes_same:
-        return _pair(a[0], e[0], takes_same=takes_same)
     for some, others, what in ((a, e, "missing"), (e, a, "new")):
         if 0 < len(run := _left_out(some, others)) <= _MOST:
             more = f"the first of {len(run)} operations that are" if len(run) > 1 else "which is"
@@ -66,6 +70,16 @@ def _said(a: Sequence[Step], e: Sequence[Step], *, takes_same: bool) -> str | No
     if len(e) == 1:
         return f"{a[0].operation}, the first of {len(a)} operations in place of {e[0].operation}"
     return f"{a[0].operation}, in place of {len(e)} operations from {e[0].operation} on" if len(a) == 1 else None
+
+
+def _passed_over(steps: Sequence[Step], own: Sequence[Step], other: Sequence[Step]) -> Step | None:
+    """Return the other call of the first operation, if its result is known: as of a clamp that limits nothing."""
+    if not steps:
+        return None
+    function, takes = steps[0].function, steps[0].takes
+    made = [step.makes for step in own if step.function == function]
+    alike = (step for step in other if step.function == function and _are_equal(step.takes, takes))
+    return next((step for step in alike if not any(_are_equal(step.makes, makes) for makes in made)), None)
 
 
 def _pair(a: Step, e: Step, *, takes_same: bool) -> str:
@@ -124,7 +138,7 @@ class _Known:
         for step in steps:
             for one in (*step.takes, *step.makes):
                 rows[_kind(one, in_order)].append(_vector(one, in_order))
-        self._rows = {kind: np.array(some) for kind, some in rows.items()}
+        self._rows = {kind: (found := np.array(some))[found[:, 0].argsort()] for kind, some in rows.items()}
         self._found: dict[_Key, bool] = {}
 
     def __contains__(self, one: Numbers) -> bool:
@@ -136,8 +150,11 @@ class _Known:
 
 
 def _is_among(one: Numbers, rows: npt.NDArray[np.float64], in_order: bool) -> bool:
+    """Whether a tensor is among some, of which the rows are sorted."""
     vector = np.array(_vector(one, in_order))
-    return bool((np.linalg.norm(rows - vector, axis=1) <= _ROUNDING * np.linalg.norm(vector)).any())
+    most = _ROUNDING * np.linalg.norm(vector)
+    near = slice(*np.searchsorted(rows[:, 0], (vector[0] - most, np.nextafter(vector[0] + most, np.inf))))
+    return bool((np.linalg.norm(rows[near] - vector, axis=1) <= most).any())
 
 
 def _is_equal(one: Numbers, other: Numbers, in_order: bool) -> bool:
@@ -145,10 +162,10 @@ def _is_equal(one: Numbers, other: Numbers, in_order: bool) -> bool:
     return same_kind and _is_among(one, np.array([_vector(other, in_order)]), in_order)
 
 
-def _are_equal(a: Step, e: Step) -> bool:
-    """Whether two operations take equal tensors."""
+def _are_equal(a: Sequence[Numbers], e: Sequence[Numbers]) -> bool:
+    """Whether the tensors that two operations take, or make, are equal."""
     equal = functools.partial(_is_equal, in_order=True)
-    return len(a.takes) == len(e.takes) and all(map(equal, a.takes, e.takes))
+    return len(a) == len(e) and all(map(equal, a, e))
 
 
 def _key(one: Numbers) -> _Key:

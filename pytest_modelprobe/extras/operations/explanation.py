@@ -37,9 +37,9 @@ def of_diagnosis(diagnosis: Diagnosis, actual: Record, expected: Record) -> Iter
     if actual.live_run is not None and expected.live_run is not None and layers:
         here, there = _Recorders(), _Recorders()
         names = found.names_before
-        actual.live_run.isolated(actual, like=found.expected, names=names, only=layers, within=here)
-        expected.live_run.isolated(expected, only=[before.get(one, one) for one in layers], within=there)
-        yield from _sentences(diagnosis, here.steps(), there.steps())
+        now = actual.live_run.isolated(actual, like=found.expected, names=names, only=layers, within=here)
+        then = expected.live_run.isolated(expected, only=[before.get(one, one) for one in layers], within=there)
+        yield from _sentences(diagnosis, here.steps(now), there.steps(then))
 
 
 def streams(record: Record, found: Comparison | None = None) -> Iterator[str]:
@@ -55,11 +55,11 @@ def streams(record: Record, found: Comparison | None = None) -> Iterator[str]:
     if record.live_run is not None:
         recorders, only = _Recorders(), [*first.values()]
         if found is None:
-            record.live_run.isolated(record, only=only, own_arguments=True, within=recorders)
+            ran = record.live_run.isolated(record, only=only, own_arguments=True, within=recorders)
         else:
             names = found.names_before
-            record.live_run.isolated(record, like=found.expected, names=names, only=only, within=recorders)
-        yield json.dumps({layer: codec.encode(calls) for layer, calls in recorders.steps().items()})
+            ran = record.live_run.isolated(record, like=found.expected, names=names, only=only, within=recorders)
+        yield json.dumps({layer: codec.encode(calls) for layer, calls in recorders.steps(ran).items()})
 
 
 def of_streams(diagnosis: Diagnosis, actual: Sequence[str], expected: Sequence[str]) -> Iterator[str]:
@@ -94,7 +94,10 @@ def _sentences(diagnosis: Diagnosis, here: Mapping[str, _Calls], there: Mapping[
 
 
 class _Recorders:
-    """Makes a recorder for each call. The first is kept, of a call that is made with other arguments too."""
+    """Makes a recorder for each call. The first is kept, of a call that is made with other arguments too.
+
+    Of a layer of which a call raises, as in float64, nothing is told: what did not run would read as missing.
+    """
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, int], Recorder] = {}
@@ -104,11 +107,14 @@ class _Recorders:
         self._first.setdefault(call, recorder)
         return recorder
 
-    def steps(self) -> dict[str, _Calls]:
+    def steps(self, ran: Record) -> dict[str, _Calls]:
+        """Return the operations of each layer, given the record that the calls were made for."""
         found: dict[str, _Calls] = {}
         for (layer, _), recorder in self._first.items():
             found[layer] = (*found.get(layer, ()), recorder.steps())
-        return found
+        responses = [(layer, call.response) for layer in ran.layers.values() for call in layer.calls]
+        failed = {layer.name for layer, response in responses if response is not None and response.reason}
+        return {layer: calls for layer, calls in found.items() if layer not in failed}
 
 
 def of_pair(pair: tuple[tuple[str, int], tuple[str, int]], actual: Record, expected: Record) -> Iterator[str]:
@@ -135,9 +141,10 @@ def _of_call(layer: str, index: int, record: Record) -> Sequence[Step]:
 
         @functools.wraps(forward)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            recorders.append(Recorder())
-            with recorders[-1]:
-                return forward(*args, **kwargs)
+            with Recorder() as recorder:
+                output = forward(*args, **kwargs)
+            recorders.append(recorder)  # unless it raised: what did not run would read as missing
+            return output
 
         with run_eagerly(layers), in_float32(model, torch.float64):
             vars(module)["forward"] = recorded

@@ -71,7 +71,11 @@ class Recorder(TorchFunctionMode):
         given = [tensor for _, tensor in flatten_call(args, kwargs).tensors]
         versions, start = [version(tensor) for tensor in given], len(self._reduced)
         self._note(given)
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except BaseException:  # a model may catch it and go on
+            del self._known[start:], self._reduced[start:]
+            raise
         made = [tensor for _, tensor in flatten("output", output, objects=False).tensors]
         written = [tensor for tensor, v in zip(given, versions, strict=True) if version(tensor) != v]
         made += [tensor for tensor in written if all(tensor is not one for one in made)]

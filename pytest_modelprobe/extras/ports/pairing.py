@@ -114,7 +114,8 @@ def pair(actual: Record, expected: Record, rename: Mapping[str, str] | None = No
     if not by_layer.keys() - {ROOT}:
         raise NothingObservedError(
             f"no layer of {actual.model} could be paired with one of {expected.model}: say which are the same, "
-            'such as rename={"blocks.*": "transformer.h.*"}'
+            'such as rename={"blocks.*": "transformer.h.*"}; with tokens=, a mask has the shape of the padded batch, '
+            "and lengths add up to the packed row"
         )
     steps = tuple((a, e) for a, e in sure if by_layer.get(a.layer.name) == e.layer.name)
     unsure = {a.layer.name: None for a, _ in sorted(early ^ late, key=lambda found: mine.index(found[0]))}
@@ -341,7 +342,8 @@ def _reject_other_inputs(actual: Record, expected: Record) -> None:
         advice = (
             "tokens= in both runs says which tokens there are, if one packs what the other pads"
             if packed
-            else "give both the same, and bind what only one takes in a functools.partial of its forward"
+            else "give both the same, with the same tokens=, and bind what only one takes in a functools.partial "
+            "of its forward"
         )
         raise NothingObservedError(
             f"{actual.model} was given {given[0]} and {expected.model} {given[1]}, which are not the same tensors, so "

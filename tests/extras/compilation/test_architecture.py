@@ -85,3 +85,24 @@ def test_a_compiled_forward_leaves_the_model_and_its_inputs_as_they_were() -> No
     assert ModelProbe().architecture(model, x, compiled=True).layers["(root)"].attributes["graph_breaks"] == "none"
     assert set(vars(model)) == attributes  # torch.compile adds one
     assert (model.calls, int(model.norm.num_batches_tracked), x.sum()) == (0, 0, 0)
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+            if x.sum() > 0:
+                x = x * 2
+        return x
+
+
+def test_a_break_in_a_loop_is_told_though_torch_skips_the_loop() -> None:
+    probe = ModelProbe()
+    model, x = probe.build(Doubling), probe.randn(2, 3)
+    assert told(probe.architecture(model, x, compiled=True)) == {
+        "(root)": "forward: if x.sum() > 0: Data-dependent branching"
+    }

@@ -166,6 +166,55 @@ def test_several_layers_are_named_apart(modelprobe):
     assert "First operation that differs in layer '1' (NoResidual): torch.Tensor.add" in text
 
 
+class Guarded(Block):
+    def forward(self, x):
+        try:
+            torch.linalg.cholesky(-torch.eye(8, dtype=x.dtype))
+        except RuntimeError:
+            x = x.sin()
+        return super().forward(x) + 1
+
+
+class GuardedMore(Guarded):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_an_operation_that_raises_is_none(modelprobe):
+    text = message(modelprobe, modelprobe.build(GuardedMore), modelprobe.build(Guarded), modelprobe.randn(8, 8))
+    assert f"First operation that differs: torch.Tensor.mul(2) at {line(GuardedMore.forward, 1)}, which is new" in text
+
+
+class OnlyInFloat32(Block):
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise ValueError("no kernel")
+        return super().forward(x) * 2
+
+
+def test_a_call_that_raises_in_float64_tells_nothing(modelprobe):
+    models = (modelprobe.build(kind) for kind in (OnlyInFloat32, Scaled))
+    text = message(modelprobe, *models, modelprobe.randn(8, 8))
+    assert "own code" in text
+    assert "First operation" not in text
+
+
+class Limited(nn.Module):
+    def forward(self, x, most=100):
+        return x.clamp(-most, most).sin()
+
+
+class LimitedMore(Limited):
+    def forward(self, x):
+        return super().forward(x, 0.5)
+
+
+def test_an_operation_that_changed_nothing_before_is_not_new(modelprobe):
+    text = message(modelprobe, LimitedMore(), Limited(), modelprobe.randn(8, 8))
+    at = line(Limited.forward, 1)
+    assert f"differs: torch.Tensor.clamp(-0.5, 0.5) at {at}, not torch.Tensor.clamp(-100, 100) at {at}." in text
+
+
 def test_a_record_without_its_model_says_nothing(modelprobe):
     x = modelprobe.randn(8, 8)
     new, old = modelprobe.run(modelprobe.build(Scaled), x), modelprobe.run(modelprobe.build(Block), x)
