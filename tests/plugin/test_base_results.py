@@ -52,7 +52,9 @@ def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked: 
 
     def beside(net: str, *options: str) -> tuple[pytest.RunResult, Results]:
         pytester.makepyfile(a_net=net)
-        result = pytester.runpytest_inprocess("--modelprobe-base=main", "--modelprobe-json=r.json", *options)
+        result = pytester.runpytest_inprocess(
+            "--modelprobe-base=main", "--modelprobe-base-all", "--modelprobe-json=r.json", *options
+        )
         results = json.loads((pytester.path / "r.json").read_text())
         return result, Results.from_dict(results)
 

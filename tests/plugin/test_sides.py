@@ -107,7 +107,7 @@ def test_a_run_that_failed_already_keeps_its_status(beside: Beside) -> None:
     assert beside("--collect-only").ret == 0
     result = beside(stopped="the other side is on fire")
     assert result.ret == NOTHING_COMPARED
-    assert "the other side is on fire" in result.outlines
+    assert "nothing was compared: the other side is on fire" in result.outlines
 
 
 def test_what_was_not_compared_is_counted_and_named(beside: Beside) -> None:
