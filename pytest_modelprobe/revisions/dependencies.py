@@ -177,15 +177,21 @@ def is_installed(file: str) -> bool:
 
 
 def module_places(names: Iterable[str]) -> frozenset[str]:
-    """Return where modules of Python may be, relative to some folder from which they are imported.
+    """Return where modules of Python may be, relative to some folder from which they are imported, no package itself.
 
     >>> sorted(module_places(["lib/net/head.py", "src/run.py", "README.md"]))
     ['lib/net/head.py', 'net/head.py', 'run.py', 'src/run.py']
+    >>> sorted(module_places(["norse/__init__.py", "norse/torch/utils.py"]))
+    ['norse/__init__.py', 'norse/torch/utils.py']
     """
-    paths = [
-        PurePosixPath(name.removeprefix(top)).parts for name in names if name.endswith(".py") for top in ("", "src/")
-    ]
-    return frozenset("/".join(parts[n:]) for parts in paths for n in range(max(1, len(parts) - 1)))
+    files = {name for name in names if name.endswith(".py")}
+    paths = [PurePosixPath(name.removeprefix(top)).parts for name in files for top in ("", "src/")]
+    return frozenset(
+        "/".join(parts[n:])
+        for parts in paths
+        for n in range(max(1, len(parts) - 1))
+        if not n or "/".join((*parts[:n], "__init__.py")) not in files
+    )
 
 
 def is_elsewhere(root: Path, places: Collection[str], module: str, file: Path) -> bool:
