@@ -245,12 +245,15 @@ class Sides:
         from pytest_modelprobe.gate import changed_definitions
         from pytest_modelprobe.revisions import differing_of
 
-        repository = self._repository
-        if repository is None or pair.verdict != "changed" or pair.source:
+        if self._repository is None or pair.verdict != "changed" or pair.source:
             return pair
         found = differing_of(self._folder, pair.here.test)
-        before = functools.partial(repository.text_at, self._commit)
-        return dataclasses.replace(pair, source=tuple(changed_definitions(found, before)))
+        return dataclasses.replace(pair, source=tuple(changed_definitions(found, self._text_before)))
+
+    @functools.cache  # noqa: B019 - it lives as long as the run
+    def _text_before(self, file: Path) -> str | None:
+        assert self._repository is not None
+        return self._repository.text_at(self._commit, file)
 
     def _compared(self, stack: contextlib.ExitStack, tests: set[str]) -> SideBySide:
         from pytest_modelprobe.revisions import Worktree, import_roots, side_by_side

@@ -200,9 +200,11 @@ def is_decisive(index: ComparisonIndex, difference: Difference) -> bool:
         return by_code or not index.comparison.hands_on_same_gradients
     if kind in ("output", "gradient") and all(map(returns_its_input, layers)):
         return False  # an identity, or dropout, that is called in another place
+    if kind != "gradient":
+        return True
     # Another tensor of the same numbers takes the gradients of some uses, and all parameters get the same.
-    here = index.comparison.hands_on_same_gradients or value_at(pair.actual.inputs, difference.what) is not None
-    return kind != "gradient" or not here
+    is_input = value_at(pair.actual.inputs, difference.what) is not None
+    return not (is_input or index.comparison.hands_on_same_gradients)
 
 
 def is_indecisive(index: ComparisonIndex, cause: Cause) -> bool:

@@ -234,18 +234,16 @@ def differing_definitions(repository: Repository, commit: str) -> Iterator[tuple
     own = {part for file in files for part in file.with_suffix("").parts}
     for name in repository.changed_files(commit):
         file = repository.root / name
-        there = repository.text_at(commit, file) or ""
-        with contextlib.suppress(SyntaxError, ValueError):
-            if file.suffix == ".py" and file.is_file():
-                yield name, sorted(differing(file.read_bytes(), there.encode(), own))
-            elif file.suffix == ".py":
-                yield name, [file.parent.name if file.stem == "__init__" else file.stem]
-            elif (
-                file.name == "pyproject.toml"
-                and file.is_file()
-                and _of_pytest(file.read_text("utf-8")) == _of_pytest(there)
-            ):
-                yield name, []
+        is_python = file.suffix == ".py"
+        if is_python and not file.is_file():
+            yield name, [file.parent.name if file.stem == "__init__" else file.stem]
+        elif file.is_file() and (is_python or file.name == "pyproject.toml"):
+            there = repository.text_at(commit, file) or ""
+            with contextlib.suppress(SyntaxError, ValueError):
+                if is_python:
+                    yield name, sorted(differing(file.read_bytes(), there.encode(), own))
+                elif _of_pytest(file.read_text("utf-8")) == _of_pytest(there):
+                    yield name, []
 
 
 def _of_pytest(text: str) -> object:
