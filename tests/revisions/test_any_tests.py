@@ -176,11 +176,11 @@ by_use = pytest.mark.skipif(extension.selection() is None, reason="needs the ext
 
 def test_a_change_is_named_with_its_source_and_no_outcome_differs(plain: Project) -> None:
     plain.replace("src/net.py", *CHANGE)
-    result = plain.run("--modelprobe-base=HEAD", "--modelprobe-json=results.json")
+    result = plain.run("--modelprobe-base=HEAD", "--modelprobe-base-all", "--modelprobe-json=results.json")
     result.assert_outcomes(passed=13, failed=1)
     said = text_of(result)
     # Three of the same seeds, and a model and two copies; not in the test that fails, nor in that of the hooks.
-    assert "11 tests ran 15 models of 2 classes: 15 changed" in said
+    assert "11 tests ran 15 models of 2 classes: 15 changed\n" in said
     assert "layers.*: own code changed between to_qkv and dropout x2: by" in said
     source = "  src/net.py:17 Attention.forward\n  - scale = self.dim_head ** -0.5\n  + scale = self.dim ** -0.5\n"
     assert source in said
@@ -495,5 +495,5 @@ def test_workers_and_another_order_change_nothing(plain: Project, arguments: lis
     pytest.importorskip("xdist")
     plain.replace("src/net.py", *CHANGE)
     assert "11 tests ran 15 models of 2 classes: 15 changed\n" in text_of(
-        plain.run("--modelprobe-base=HEAD", *arguments)
+        plain.run("--modelprobe-base=HEAD", "--modelprobe-base-all", *arguments)
     )

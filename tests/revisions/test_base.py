@@ -118,11 +118,11 @@ def test_a_change_is_named_as_by_a_snapshot(project: Project) -> None:
     project.replace("tests/test_net.py", "test_shapes", "test_architecture")
     project.commit("on main")
     project.git("switch", "-q", "other")
-    result = project.run("--modelprobe-base=main", "--modelprobe-base-fail-on=changed")
+    result = project.run("--modelprobe-base=main", "--modelprobe-base-all", "--modelprobe-base-fail-on=changed")
     said = text_of(result)
     assert result.ret == 1
     # The test that is new runs on both sides too, for both run the tests of this one.
-    assert "4 tests ran 4 models of 1 class: 4 changed" in said
+    assert "4 tests ran 4 models of 1 class: 4 changed\n" in said
     assert "tests/test_net.py::test_run, run 1:\nnorm.eps 1e-05 → 0.0001: its output changed by 0.017 %" in said
     assert (
         "  src/net.py:7 Net.__init__\n  - self.norm = nn.LayerNorm(16)\n  + self.norm = nn.LayerNorm(16, eps=1e-4)"
@@ -146,7 +146,8 @@ def test_the_user_s_tree_is_as_it_was(project: Project) -> None:
 
     before = state()
     index = (project.path / ".git/index").read_bytes()
-    assert "3 tests ran 3 models of 1 class: 3 the same" in text_of(project.run("--modelprobe-base=HEAD"))
+    result = project.run("--modelprobe-base=HEAD", "--modelprobe-base-all")
+    assert "3 tests ran 3 models of 1 class: 3 the same" in result.outlines
     assert (project.path / ".git/index").read_bytes() == index
     assert state() == before
     assert not (project.path / ".git/worktrees").exists()
@@ -252,7 +253,7 @@ if test "$1" = -c; then echo '{versions}'; else echo ran >> {python}.log; exec "
 def test_it_works_under_xdist(project: Project) -> None:
     pytest.importorskip("xdist")
     project.replace("src/net.py", "LayerNorm(16)", "LayerNorm(16, eps=1e-4)")
-    result = project.run("-n2", "--modelprobe-base=HEAD", "--modelprobe-base-fail-on=changed")
+    result = project.run("-n2", "--modelprobe-base=HEAD", "--modelprobe-base-all", "--modelprobe-base-fail-on=changed")
     assert result.ret == 1
     assert "3 tests ran 3 models of 1 class: 3 changed" in result.outlines
 
