@@ -50,9 +50,15 @@ def compiling() -> Iterator[tuple[list[Any], dict[Any, list[str]]]]:
 
 
 def graph_breaks(modules: Mapping[str, nn.Module], notes: Sequence[Any]) -> list[GraphBreak]:
-    """Return each graph break once. Torch notes it again for each function that the code is inlined into."""
+    """Return each graph break once. Torch notes it again for each function that the code is inlined into.
+
+    From Python 3.12 on, torch also breaks the graph before a comprehension of a function that calls what breaks it.
+    """
     found: dict[str, GraphBreak] = {}
+    callers = {(frame.filename, frame.name) for note in notes for frame in note.user_stack[:-1]}
     for note in notes:
+        if note.reason == "comprehension_graph_break" and {(f.filename, f.name) for f in note.user_stack} & callers:
+            continue
         line, frame = line_of(note.user_stack), _innermost(note.user_stack)
         code = "" if frame is None else f"{_RESUMED.sub('', frame.name)}: {(frame.line or '').rstrip(':')}"
         reason = str(note.reason).strip().partition("\n")[0]
