@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import re
 import warnings
@@ -89,16 +88,20 @@ def with_graph_breaks(record: Record, model: nn.Module, args: tuple[Any, ...], k
     """
     modules = Layers(model).modules
     called = {name: modules[name] for name, layer in record.layers.items() if layer.calls and name in modules}
-    compiled: Any = functools.partial(torch.compile, model, backend=lambda graph, _: graph.forward)
+    of_a_loop = []
     with preserved(model), seeding.forked_rng(), compiling() as (notes, _):
         args, kwargs = map_tensors(torch.clone, (args, kwargs))
+
+        def run(*, fullgraph: bool) -> None:
+            torch.compile(model, backend=lambda graph, _: graph.forward, fullgraph=fullgraph)(*args, **kwargs)
+
         try:
-            compiled(fullgraph=True)(*args, **kwargs)
+            run(fullgraph=True)
         except Exception as error:  # noqa: BLE001 - what is no graph break is raised again
-            compiled()(*args, **kwargs)
             if stack := getattr(error, "real_stack", None):  # of a break in a loop, which it skips, torch notes nothing
-                notes.append(SimpleNamespace(reason=error, user_stack=stack))
-        found = graph_breaks(called or modules, notes)
+                of_a_loop = [SimpleNamespace(reason=error, user_stack=stack)]
+        run(fullgraph=False)  # the full graph may have numbers read from tensors, which break the graph elsewhere
+        found = graph_breaks(called or modules, [*notes, *of_a_loop])
     layers = dict(record.layers)
     for name in (ROOT, *_forwards(called or modules).values()):
         told = sorted(f"{one.code}: {one.reason}" for one in found if one.layer == name)

@@ -106,3 +106,12 @@ def test_a_break_in_a_loop_is_told_though_torch_skips_the_loop() -> None:
     assert told(probe.architecture(model, x, compiled=True)) == {
         "(root)": "forward: if x.sum() > 0: Data-dependent branching"
     }
+
+
+def test_a_number_read_from_a_tensor_breaks_the_graph_though_a_full_graph_may_have_it() -> None:
+    class Scaling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.sum().item()
+
+    (text,) = told(ModelProbe().architecture(Scaling(), torch.ones(2), compiled=True)).values()
+    assert text.startswith("forward: return x * x.sum().item(): ")
