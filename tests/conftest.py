@@ -277,8 +277,10 @@ def _fsdp2() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave pytest-randomly the order of the tests, and no more."""
+    """Leave pytest-randomly the order of the tests, and no more, and let tests import each other."""
     config.option.randomly_reset_seed = False
+    # Of pytest 8.2 the folder is no package.
+    vars(sys.modules[__package__]).setdefault("__path__", [str(Path(__file__).parent)])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
