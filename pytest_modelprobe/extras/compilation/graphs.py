@@ -60,6 +60,12 @@ def graph_breaks(modules: Mapping[str, nn.Module], notes: Sequence[Any]) -> list
     return [*found.values()]
 
 
+def break_of(error: BaseException | None) -> list[Any]:
+    """Return the note of the graph break that ``fullgraph=True`` raises. Torch notes none in a loop, which it skips."""
+    stack = getattr(error, "real_stack", None)
+    return [SimpleNamespace(reason=error, user_stack=stack)] if stack else []
+
+
 def layer_of(modules: Mapping[str, nn.Module], frames: Sequence[FrameSummary]) -> str:
     """Return the first layer whose forward has the line of a frame, the innermost if several have."""
     forwards = _forwards(modules)
@@ -90,8 +96,7 @@ def with_graph_breaks(record: Record, model: nn.Module, args: tuple[Any, ...], k
             compiled(fullgraph=True)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - what is no graph break is raised again
             compiled()(*args, **kwargs)
-            if stack := getattr(error, "real_stack", None):  # of a break in a loop, which it skips, torch notes nothing
-                notes.append(SimpleNamespace(reason=error, user_stack=stack))
+            notes.extend(break_of(error))
         found = graph_breaks(called or modules, notes)
     layers = dict(record.layers)
     for name in (ROOT, *_forwards(called or modules).values()):
