@@ -321,8 +321,8 @@ def _imports(file: Path, executed: bool) -> tuple[tuple[Path, ...], bool]:
     names = {name for node in nodes for name in _names(node, package, executed)}
     if executed:
         names |= {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
-    found = tuple(Path(one).resolve() for one in files if isinstance(one, str) and not is_installed(one))
+    files = (str(getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names))
+    found = tuple(Path(one).resolve() for one in files if Path(one).is_absolute() and not is_installed(one))
     said = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "name")}
     return found, not said.isdisjoint(_BY_NAME)
 
@@ -353,9 +353,5 @@ def package_of(file: Path) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _packages(_: int) -> dict[Path, str]:
-    found = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not is_installed(file):
-            found[Path(file).resolve()] = getattr(module, "__package__", None) or ""
-    return found
+    files = {name: file for name, file in _loaded().items() if not is_installed(file)}
+    return {Path(file): getattr(sys.modules.get(name), "__package__", None) or "" for name, file in files.items()}
