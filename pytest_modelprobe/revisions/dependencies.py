@@ -51,12 +51,13 @@ class TestFiles:
         folder: The folder to write into.
         root: The root of the repository.
         differing: What the `Extra.selection` says of files that differ.
+        made: Its plugin that notes what tests make.
     """
 
     __test__ = False
 
-    def __init__(self, folder: Path, root: Path, differing: Mapping[str, Sequence[str]]) -> None:
-        self._folder, self._root = folder, root
+    def __init__(self, folder: Path, root: Path, differing: Mapping[str, Sequence[str]], made: Any) -> None:
+        self._folder, self._root, self._made = folder, root, made
         self._differing = {root / name: names for name, names in differing.items() if (root / name).is_file()}
         self._missing = {root / name: names[0] for name, names in differing.items() if not (root / name).exists()}
         """Files that the other side alone has, with the names of their modules."""
@@ -126,7 +127,8 @@ class TestFiles:
             if is_by_name or not is_function:
                 found |= ours | loaded | self._missing.keys()
             elif use is not None and found & self._differing.keys() - read:
-                used, unused = use.of_test(test, file, found, {*self._conftests(file), *unexplained, *read})
+                whole = {*self._conftests(file), *unexplained, *read}
+                used, unused = use.of_test(test, file, found, whole, self._made.of_test(test))
                 found -= unused - read
             found |= {gone for gone, name in self._missing.items() if any(_says(one, name) for one in found)}
             written_down = {
