@@ -62,8 +62,8 @@ def options_of(config: pytest.Config, **own: Any) -> dict[str, Any]:
 
 
 def plugins_of(config: pytest.Config) -> tuple[str, ...]:
-    """Return the values of ``-p``."""
-    return tuple(getattr(config.option, "plugins", ()))
+    """Return the values of ``-p``, the last one for each plugin. A child would not find one that the first forbids."""
+    return tuple({name.removeprefix("no:"): name for name in getattr(config.option, "plugins", ())}.values())
 
 
 def start(

@@ -97,7 +97,9 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
         if own.clamped >= max(_ELEMENTS, _CLAMPED * math.prod(own.shape))
     ]
     if clamped:
-        found.append(f"clamped, largest or smallest elements without a gradient in any pass: {listed(clamped)}")
+        found.append(
+            f"clamped, largest or smallest elements without a gradient in any pass after the first: {listed(clamped)}"
+        )
     if frozen := find_frozen_in_training(record):
         parts = [
             f"{label_of(part)} ({listed(list(dict.fromkeys(layer.type_name for layer in layers)))})"

@@ -99,9 +99,10 @@ class Gradients:
         self.count = 0
         """Backward passes, those inside a forward left out."""
         self.zeros: dict[str, torch.Tensor | None] = {}
-        """Elements of weights whose gradient was zero in every pass, by full name. None if they are few, or not known.
+        """Elements of weights whose gradient was zero in every pass but the first, by full name.
 
-        Only where there are many in each pass is there a tensor, so that most weights cost nothing.
+        `None` if they are few, or not known. Only where there are many in each pass is there a tensor, so that most
+        weights cost nothing.
         """
         self.recomputed: tuple[Forward, int] | None = None
         """Forward and start of the newest call that was recomputed, if no gradient has arrived since."""
@@ -298,7 +299,9 @@ class Gradients:
                     held.receive(reduced, self._current)
 
     def _note_zeros(self, name: str, gradient: torch.Tensor, reduced: Reduction) -> None:
-        """Note which elements of a weight had no gradient in any pass so far. Beside the CPU it would wait."""
+        """Note which elements of a weight had no gradient in any pass but the first. Beside the CPU it would wait."""
+        if self.count < 2:  # a run has one pass, in which zeros may be chance
+            return
         before = self.zeros.get(name)
         if before is None and name in self.zeros:
             return

@@ -161,7 +161,10 @@ class Sides:
         from pytest_modelprobe.revisions import TestFiles
 
         if self._root is not None:
-            yield "modelprobe-files", TestFiles(self._folder, self._root, self._differing)
+            made = selection.MadeModules() if (selection := extension.selection()) else None
+            yield "modelprobe-files", TestFiles(self._folder, self._root, self._differing, made)
+            if made is not None:
+                yield "modelprobe-made", made
 
     # --- this side ----------------------------------------------------------------------------------------------------
 

@@ -51,12 +51,13 @@ class TestFiles:
         folder: The folder to write into.
         root: The root of the repository.
         differing: What the `Extra.selection` says of files that differ.
+        made: Its plugin that notes what tests make.
     """
 
     __test__ = False
 
-    def __init__(self, folder: Path, root: Path, differing: Mapping[str, Sequence[str]]) -> None:
-        self._folder, self._root = folder, root
+    def __init__(self, folder: Path, root: Path, differing: Mapping[str, Sequence[str]], made: Any) -> None:
+        self._folder, self._root, self._made = folder, root, made
         self._differing = {root / name: names for name, names in differing.items() if (root / name).is_file()}
         self._missing = {root / name: names[0] for name, names in differing.items() if not (root / name).exists()}
         """Files that the other side alone has, with the names of their modules."""
@@ -126,7 +127,8 @@ class TestFiles:
             if is_by_name or not is_function:
                 found |= ours | loaded | self._missing.keys()
             elif use is not None and found & self._differing.keys() - read:
-                used, unused = use.of_test(test, file, found, {*self._conftests(file), *unexplained, *read})
+                whole = {*self._conftests(file), *unexplained, *read}
+                used, unused = use.of_test(test, file, found, whole, self._made.of_test(test))
                 found -= unused - read
             found |= {gone for gone, name in self._missing.items() if any(_says(one, name) for one in found)}
             written_down = {
@@ -321,8 +323,8 @@ def _imports(file: Path, executed: bool) -> tuple[tuple[Path, ...], bool]:
     names = {name for node in nodes for name in _names(node, package, executed)}
     if executed:
         names |= {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
-    found = tuple(Path(one).resolve() for one in files if isinstance(one, str) and not is_installed(one))
+    files = (str(getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names))
+    found = tuple(Path(one).resolve() for one in files if Path(one).is_absolute() and not is_installed(one))
     said = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "name")}
     return found, not said.isdisjoint(_BY_NAME)
 
@@ -353,9 +355,5 @@ def package_of(file: Path) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _packages(_: int) -> dict[Path, str]:
-    found = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not is_installed(file):
-            found[Path(file).resolve()] = getattr(module, "__package__", None) or ""
-    return found
+    files = {name: file for name, file in _loaded().items() if not is_installed(file)}
+    return {Path(file): getattr(sys.modules.get(name), "__package__", None) or "" for name, file in files.items()}

@@ -189,18 +189,19 @@ def _take_keys(here: Sequence[Written], there: Iterable[Written]) -> None:
         one.key += ", of this side alone"
 
 
-def _with_evidence(plain: Written, only: Sequence[str] = ()) -> Written:
+def _with_evidence(plain: Written, only: Sequence[str] = (), differing: Sequence[str] = ()) -> Written:
     """Return a record with what a diagnosis needs to tell a cause from what follows it.
 
     Args:
         plain: The record.
         only: The layers that are called alone, of a record that is equal to that of the other side; empty: all.
+        differing: The layers whose code differs.
     """
     live_run, record = plain.record.live_run, plain.record
     if live_run is not None:
         record = live_run.isolated(record, only=only or None, own_arguments=True)
         record = record if only else live_run.measured(record)
-    return plain.replaced(record, evidence=True, only=only, explained=explained("record", record))
+    return plain.replaced(record, evidence=True, only=only, explained=explained("record", record, only or differing))
 
 
 def _with_evidence_if_differing(there: Written, here: Written) -> Written:
@@ -209,20 +210,21 @@ def _with_evidence_if_differing(there: Written, here: Written) -> Written:
         is_narrow(there.record) or not compare_records(here.record, there.record).same
     )
     if differs:
-        return _with_evidence(there)
-    layers = _hidden_layers(there, here)
+        return _with_evidence(there, differing=_differing(there, here, there.record.layers))
+    # A zero may hide what a layer computes otherwise.
+    hidden = [] if there.record.live_run is None else layers_behind_zeros(there.record)
+    layers = _differing(there, here, hidden)
     return _with_evidence(there, layers) if layers else there
 
 
-def _hidden_layers(there: Written, here: Written) -> list[str]:
-    """Return the layers whose code differs, and may do so without changing any other number, for a zero hides it."""
+def _differing(there: Written, here: Written, layers: Iterable[str]) -> list[str]:
+    """Return those of some layers of the other side whose code may differ."""
 
     def differs(layer: str) -> bool:
         module = there.record.layers[layer].type.rpartition(".")[0]
         ours, theirs = here.sources.get(module), there.sources.get(module)
         return ours is None or theirs is None or code_differs(ours, theirs)
 
-    layers = [] if there.record.live_run is None else layers_behind_zeros(there.record)
     return [layer for layer in layers if differs(layer)]
 
 
@@ -236,7 +238,8 @@ def _with_evidence_like(here: Written, there: Written) -> Written:
         record = live_run.isolated(record, like=found.expected, names=found.names_before, only=there.only or None)
         if not live_run.repeats(here.record):
             record = dataclasses.replace(record, noise="not repeatable")
-    return here.replaced(record, evidence=True, explained=explained("record", record, found))
+    differing = there.only or _differing(here, there, record.layers)
+    return here.replaced(record, evidence=True, explained=explained("record", record, differing, found))
 
 
 def _sources(model: Any) -> Iterator[tuple[str, str]]:

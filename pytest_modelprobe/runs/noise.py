@@ -55,8 +55,8 @@ Two orders of ``n`` additions differ by up to sqrt(n) / 4 epsilon. If ``n`` is 1
 rounding all weights does. The tolerance is four times the noise and 2e-6.
 """
 
-_TOGETHER = 1 << 16
-"""Elements that are perturbed at once, so few that they stay in the cache. It is a multiple of 8, as signs are bits."""
+_PERIOD = 32_771
+"""Number of signs that are drawn for a tensor; then they repeat. It is a prime, so that no two rows have the same."""
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 """The dtypes that are perturbed. A unit of a narrower one is a change of its own: see `widening`."""
@@ -91,27 +91,23 @@ def _perturb(tensor: torch.Tensor, name: str, units: int, result: torch.Tensor) 
     # Floats of one sign are ordered as the integers with the same bits are, so one unit is 1 in these integers.
     bits, moved = (x.view(_BITS[x.dtype]) for x in (tensor, result))
     most = _half_of_largest(tensor.dtype)
-    drawn = numpy.random.default_rng(seeding.derive(0, name)).bytes(-(-tensor.numel() // 8))
+    steps = _signs(name, min(tensor.numel(), _PERIOD)).to(bits.dtype).mul_(units)
     if not (tensor.is_cpu and tensor.is_contiguous() and result.is_contiguous()):
-        signs = _signs(drawn, tensor.numel()).view(tensor.shape).to(tensor.device)
-        _move(bits, signs, units, most, moved)
+        every = steps.repeat(-(-tensor.numel() // _PERIOD))[: tensor.numel()].view(tensor.shape)
+        _move(bits, every.to(tensor.device), units, most, moved)
         return
     bits, moved = bits.view(-1), moved.view(-1)
-    for start in range(0, tensor.numel(), _TOGETHER):
-        part = slice(start, start + _TOGETHER)
-        signs = _signs(drawn[start // 8 : (start + _TOGETHER) // 8], len(moved[part]))
-        _move(bits[part], signs, units, most, moved[part])
+    for start in range(0, tensor.numel(), _PERIOD):  # so few at once that they stay in the cache
+        part = slice(start, start + _PERIOD)
+        _move(bits[part], steps[: len(moved[part])], units, most, moved[part])
 
 
-def _move(bits: torch.Tensor, signs: torch.Tensor, units: int, most: int, result: torch.Tensor) -> None:
+def _move(bits: torch.Tensor, steps: torch.Tensor, units: int, most: int, result: torch.Tensor) -> None:
     magnitude = bits & torch.iinfo(bits.dtype).max
     least, largest = magnitude.aminmax() if magnitude.numel() else (most, 0)
     if least <= units or largest >= most:  # few tensors have elements that stay unchanged
-        signs = signs.to(bits.dtype).mul_(2 * units).sub_(units)
-        signs.masked_fill_((magnitude <= units).logical_or_(magnitude >= most), 0)
-        torch.add(bits, signs, out=result)
-    else:  # the signs are not converted, which would take longer than the additions
-        torch.add(bits, signs, alpha=2 * units, out=result).sub_(units)
+        steps = steps.masked_fill((magnitude <= units).logical_or_(magnitude >= most), 0)
+    torch.add(bits, steps, out=result)
 
 
 @functools.cache
@@ -120,8 +116,12 @@ def _half_of_largest(dtype: torch.dtype) -> int:
     return int(torch.tensor(torch.finfo(dtype).max / 2, dtype=dtype).view(_BITS[dtype]))
 
 
-def _signs(drawn: bytes, count: int) -> torch.Tensor:
-    return torch.from_numpy(numpy.unpackbits(numpy.frombuffer(drawn, numpy.uint8), count=count).view(numpy.int8))
+def _signs(name: str, count: int) -> torch.Tensor:
+    """Return random signs."""
+    drawn = numpy.random.default_rng(seeding.derive(0, name)).bytes(-(-count // 8))
+    return torch.from_numpy(
+        numpy.unpackbits(numpy.frombuffer(drawn, numpy.uint8), count=count).view(numpy.int8) * 2 - 1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +221,43 @@ def is_quantity(tensor: torch.Tensor) -> bool:
 # --- readings that differ -----------------------------------------------------------------------------------------
 
 
+_COVERED = 5e-7
+"""Noise that changes no verdict: a quarter of the least tolerance of a stored number, which is added to it."""
+
+_WHOLE = 0.1
+"""Noise from which on a number has no digit that repeats."""
+
+_AGREE = 2.0
+"""Two repeats agree if the tolerance by the larger change is no more than so many times that by the other."""
+
+
+def is_bounded(changes: Sequence[float]) -> bool:
+    """Whether further repeats would tell nothing: the changes in those before are small, or the two largest agree.
+
+    >>> is_bounded([1e-7]), is_bounded([2e-5]), is_bounded([2e-5, 3e-5]), is_bounded([2e-5, 1e-3]), is_bounded([3, 90])
+    (True, False, True, False, True)
+    """
+    *_, second, largest = (0.0, 0.0, *sorted(min(change, _WHOLE) for change in changes))
+    return bool(changes) and largest + _COVERED <= _AGREE * (second + _COVERED)
+
+
+def is_noise_bounded(base: Record, repeats: Sequence[Record], *, far: bool) -> bool:
+    """Whether some repeats bound the noise of all readings of a kind; see `with_noise`."""
+    again = [readings(repeat) for repeat in repeats]
+    for key, reading in readings(base).items():
+        if _is_far(key, reading) == far:
+            changes = [relative_change(reading, repeat.get(key)) for repeat in again]
+            known = [c for c in changes if c is not None]
+            if known and not is_bounded(known):
+                return False
+    return True
+
+
+def _is_far(key: Key, reading: Reading) -> bool:
+    """Whether the noise of a reading is that of repeats that are perturbed far."""
+    return reading.digest is not None or key[-1] not in ("forward", "after")
+
+
 def with_noise(base: Record, near: Sequence[Record], far: Sequence[Record] = ()) -> Record:
     """Return ``base`` with the noise of each reading: its largest relative change in any repeat.
 
@@ -236,8 +273,7 @@ def with_noise(base: Record, near: Sequence[Record], far: Sequence[Record] = ())
     near_readings, far_readings = [readings(repeat) for repeat in near], [readings(repeat) for repeat in far]
 
     def measured(key: Key, reading: Reading) -> Reading:
-        discrete = reading.digest is not None or key[-1] not in ("forward", "after")
-        repeats = far_readings if discrete else near_readings
+        repeats = far_readings if _is_far(key, reading) else near_readings
         changes = [relative_change(reading, repeat.get(key)) for repeat in repeats]
         known = [c for c in changes if c is not None]
         return dataclasses.replace(reading, noise=max(known)) if known else reading

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -77,7 +78,7 @@ Move = noise.Perturbation | InFloat32
 """How a repeat differs from the run."""
 
 _REPEATS = 3
-"""Number of perturbed repeats of each kind, whose largest change is the noise.
+"""Most perturbed repeats of each kind, whose largest change is the noise. Fewer are enough where they agree.
 
 Three predict the changes by threads, memory formats and instruction sets, to within a factor of 1.7 on every layer of
 a ResNet and of a GPT-2.
@@ -239,11 +240,22 @@ class Run:
         else:
             measured = noise.with_noise(
                 record,
-                near=[self._repeated(move, start=start) for move in each(near)],
-                far=[self._repeated(move, start=start) for move in each(far)],
+                near=self._perturbed(record, near, start, each),
+                far=self._perturbed(record, far, start, each),
             )
         responses = responses_of(record)
         return with_responses_of_one_forward(measured, self._noisy(record, responses, near, far, start, each))
+
+    def _perturbed(
+        self, record: Record, moves: Sequence[noise.Perturbation], start: _Start, each: Parts
+    ) -> list[Record]:
+        """Return the record of the step with as many of some perturbations as it takes to bound the noise."""
+        repeats: list[Record] = []
+        for move in each(moves):
+            repeats.append(self._repeated(move, start=start))
+            if noise.is_noise_bounded(record, repeats, far=move.far):
+                break
+        return repeats
 
     def _with_rounding(self, record: Record, start: _Start) -> Record:
         """Return a record in half precision with the distance of each reading to that of a run in float32 as noise."""
@@ -271,7 +283,7 @@ class Run:
         alone: list[Repeat] = [(move.in_place, "outputs") for move in near]
         alone += [(move.in_place, "gradients") for move in far if self.loss is not None]
         exactly: list[Repeat] = [(in_float64, "all")] if self._is_exact else []
-        taken = self._isolate(record, request, [*alone, *exactly], start, each)
+        taken = self._isolate(record, request, [*alone, *exactly], start, each, distinct)
         exact = taken.pop() if exactly else {}
         found = noisy(distinct, taken[:_REPEATS], exact)
         if self.loss is not None:
@@ -291,6 +303,7 @@ class Run:
         repeats: Sequence[Repeat],
         start: _Start,
         each: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+        known: Mapping[Key, IsolatedResponse] = MappingProxyType({}),
     ) -> list[dict[Key, IsolatedResponse]]:
         expected = () if request.own_arguments else request.like.calls
         options = IsolationOptions(
@@ -304,7 +317,7 @@ class Run:
             observer=request.observer,
         )
         with self._prepared(start=start):
-            return isolate_repeatedly(self.model, self._forward, repeats, options, each)
+            return isolate_repeatedly(self.model, self._forward, repeats, options, each, known)
 
     @contextmanager
     def _started(self, record: Record | None) -> Iterator[_Start]:

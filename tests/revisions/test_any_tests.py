@@ -239,6 +239,57 @@ def test_a_test_that_uses_nothing_that_differs_does_not_run_there(plain: Project
 
 
 @by_use
+def test_a_test_that_makes_no_module_of_the_class_that_differs_does_not_run_there(plain: Project) -> None:
+    plain.write(
+        "src/zoo.py",
+        """
+        import functools
+        from torch import nn
+
+        class Tanh(nn.Module):
+            def forward(self, x):
+                return x.tanh()
+
+        class Block(nn.Module):
+            def __init__(self, act):
+                super().__init__()
+                self.act = {"tanh": Tanh, "relu": nn.ReLU}[act]()
+            def forward(self, x):
+                return self.act(x)
+
+        @functools.cache
+        def kept():
+            return Block("tanh")
+        """,
+    )
+    plain.write(
+        "tests/test_zoo.py",
+        """
+        import torch
+        from zoo import Block, kept
+
+        def test_tanh():
+            Block("tanh")(torch.randn(4))
+
+        def test_relu():
+            Block("relu")(torch.randn(4))
+
+        def test_kept():
+            assert kept() is kept()
+
+        def test_kept_by_another_test():
+            Block("relu")(kept().act.forward(torch.ones(4)))
+        """,
+    )
+    plain.commit("blocks")
+    plain.replace("src/zoo.py", "x.tanh()", "1.1 * x.tanh()")
+    said = text_of(plain.run("--modelprobe-base=HEAD", "tests/test_zoo.py", "-k", "test_tanh or test_relu"))
+    assert "1 test ran 1 model of 1 class: 1 changed; 1 test not run again, for nothing that they use differs" in said
+    said = text_of(plain.run("--modelprobe-base=HEAD", "tests/test_zoo.py"))
+    assert "3 tests ran 3 models of 1 class: 2 changed, 1 the same\n" in said
+
+
+@by_use
 def test_what_changed_outside_of_the_model_is_shown(plain: Project) -> None:
     plain.write("src/data.py", "import torch\n\nSCALE = 1\n\ndef batch():\n    return SCALE * torch.ones(1, 5, 16)\n")
     plain.write(

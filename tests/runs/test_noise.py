@@ -46,12 +46,12 @@ def test_the_noise_of_equal_responses_is_measured_once(probe: ModelProbe, monkey
     record = record.live_run.isolated(record)
     called: list[Any] = []
 
-    def noted(model: Any, forward: Any, repeats: Any, options: IsolationOptions, each: Any) -> Any:
+    def noted(model: Any, forward: Any, repeats: Any, options: IsolationOptions, *more: Any) -> Any:
         called.append(options.only)
-        return isolate_repeatedly(model, forward, repeats, options, each)
+        return isolate_repeatedly(model, forward, repeats, options, *more)
 
-    def of_each(model: Any, forward: Any, repeats: Any, options: IsolationOptions, each: Any) -> Any:
-        return isolate_repeatedly(model, forward, repeats, dataclasses.replace(options, only=None), each)
+    def of_each(model: Any, forward: Any, repeats: Any, options: IsolationOptions, *more: Any) -> Any:
+        return isolate_repeatedly(model, forward, repeats, dataclasses.replace(options, only=None), *more)
 
     monkeypatch.setattr(run, "isolate_repeatedly", of_each)
     expected = measured(record)
@@ -59,6 +59,29 @@ def test_the_noise_of_equal_responses_is_measured_once(probe: ModelProbe, monkey
     assert measured(record) == expected
     # An input of the model needs no gradient: 0.0 has another response than 1.0 and 2.0.
     assert called == [{"(root)", "0", "0.0", "0.1", "1.0"}]
+
+
+def test_a_run_is_repeated_until_two_repeats_agree(probe: ModelProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[Any] = []
+    original = run.Run._repeated
+
+    def counted(self: Any, move: Any = None, **more: Any) -> Any:
+        moves.append("again" if move is None else "far" if move.far else "near")
+        return original(self, move, **more)
+
+    monkeypatch.setattr(run.Run, "_repeated", counted)
+    x = probe.randn(32, 64)
+    model = probe.build(lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
+    smooth = measured(probe.run(model, x, loss="random"))
+    assert moves == ["again", "near", "far", "far"]
+    with torch.no_grad():
+        model[0].bias[3] -= model[0](x)[0, 3]  # a gate that some repeats open
+    moves.clear()
+    gated = measured(probe.run(model, x, loss="random"))
+    assert moves == ["again", "near", "far", "far", "far"]
+    readings = [next(found["0"].outputs)[1].backward for found in (smooth, gated)]
+    noise = [0.0 if reading is None else reading.noise or 0.0 for reading in readings]
+    assert noise[0] < 1e-4 < noise[1]
 
 
 class Scaled(nn.Module):

@@ -65,6 +65,12 @@ def graph_breaks(modules: Mapping[str, nn.Module], notes: Sequence[Any]) -> list
     return [*found.values()]
 
 
+def break_of(error: BaseException | None) -> list[Any]:
+    """Return the note of the graph break that ``fullgraph=True`` raises. Torch notes none in a loop, which it skips."""
+    stack = getattr(error, "real_stack", None)
+    return [SimpleNamespace(reason=error, user_stack=stack)] if stack else []
+
+
 def layer_of(modules: Mapping[str, nn.Module], frames: Sequence[FrameSummary]) -> str:
     """Return the first layer whose forward has the line of a frame, the innermost if several have."""
     forwards = _forwards(modules)
@@ -88,7 +94,7 @@ def with_graph_breaks(record: Record, model: nn.Module, args: tuple[Any, ...], k
     """
     modules = Layers(model).modules
     called = {name: modules[name] for name, layer in record.layers.items() if layer.calls and name in modules}
-    of_a_loop = []
+    of_a_loop = list[Any]()
     with preserved(model), seeding.forked_rng(), compiling() as (notes, _):
         args, kwargs = map_tensors(torch.clone, (args, kwargs))
 
@@ -98,8 +104,7 @@ def with_graph_breaks(record: Record, model: nn.Module, args: tuple[Any, ...], k
         try:
             run(fullgraph=True)
         except Exception as error:  # noqa: BLE001 - what is no graph break is raised again
-            if stack := getattr(error, "real_stack", None):  # of a break in a loop, which it skips, torch notes nothing
-                of_a_loop = [SimpleNamespace(reason=error, user_stack=stack)]
+            of_a_loop = break_of(error)
         run(fullgraph=False)  # the full graph may have numbers read from tensors, which break the graph elsewhere
         found = graph_breaks(called or modules, [*notes, *of_a_loop])
     layers = dict(record.layers)

@@ -42,17 +42,18 @@ def of_diagnosis(diagnosis: Diagnosis, actual: Record, expected: Record) -> Iter
         yield from _sentences(diagnosis, here.steps(now), there.steps(then))
 
 
-def streams(record: Record, found: Comparison | None = None) -> Iterator[str]:
-    """Yield the operations of the first layer of each kind, as JSON.
+def streams(record: Record, layers: Sequence[str], found: Comparison | None = None) -> Iterator[str]:
+    """Yield the operations of some layers, of the first of each kind, as JSON.
 
     Args:
         record: The record of a model that is there.
+        layers: The layers.
         found: The comparison with the record that has the recipes of the synthetic tensors, if there is one.
     """
     first: dict[tuple[str, str], str] = {}
-    for layer in record.layers.values():
-        first.setdefault((pattern(layer.name), layer.type), layer.name)
-    if record.live_run is not None:
+    for layer in layers:
+        first.setdefault((pattern(layer), record.layers[layer].type), layer)
+    if record.live_run is not None and first:
         recorders, only = _Recorders(), [*first.values()]
         if found is None:
             ran = record.live_run.isolated(record, only=only, own_arguments=True, within=recorders)

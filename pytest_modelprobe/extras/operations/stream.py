@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.models import as_real, flatten, flatten_call, has_dense_storage, version
@@ -61,20 +62,23 @@ class Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._noted: list[tuple[str, Operation, int, int]] = []
-        self._known: list[tuple[tuple[int, ...], bool]] = []
+        self._known: list[tuple[tuple[int, ...], bool, int]] = []
+        """Shape and `Numbers.given` of each tensor, and which reduction is of it."""
         self._reduced: list[statistics.Reduction] = []
+        self._read = WeakIdKeyDictionary()
+        """Tensor → its version, and which reduction is of it, because what one operation makes the next ones take."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if sys._getframe(1).f_code.co_filename.startswith(_OURS):
             return func(*args, **kwargs)
         given = [tensor for _, tensor in flatten_call(args, kwargs).tensors]
-        versions, start = [version(tensor) for tensor in given], len(self._reduced)
+        versions, start = [version(tensor) for tensor in given], len(self._known)
         self._note(given)
         try:
             output = func(*args, **kwargs)
         except BaseException:  # a model may catch it and go on
-            del self._known[start:], self._reduced[start:]
+            del self._known[start:]
             raise
         made = [tensor for _, tensor in flatten("output", output, objects=False).tensors]
         written = [tensor for tensor, v in zip(given, versions, strict=True) if version(tensor) != v]
@@ -85,17 +89,23 @@ class Recorder(TorchFunctionMode):
             self._noted.append((operation.name, called, len(given), len(made)))
             self._note(made)
         else:
-            del self._known[start:], self._reduced[start:]
+            del self._known[start:]
         return output
 
     def _note(self, tensors: list[Tensor]) -> None:
-        self._known += [(tuple(tensor.shape), hasattr(tensor, "_modelprobe_kind")) for tensor in tensors]
-        self._reduced += [statistics.reduce(_logarithms(tensor)) for tensor in tensors]
+        for tensor in tensors:
+            now = version(tensor)
+            then, place = self._read.get(tensor, (None, 0))
+            if now is None or then != now:
+                place = len(self._reduced)
+                self._reduced.append(statistics.reduce(_logarithms(tensor)))
+                self._read[tensor] = now, place
+            self._known.append((tuple(tensor.shape), hasattr(tensor, "_modelprobe_kind"), place))
 
     def steps(self) -> tuple[Step, ...]:
         """Return what was noted."""
         readings = statistics.collect(self._reduced)
-        numbers = (Numbers(*known, reading) for known, reading in zip(self._known, readings, strict=True))
+        numbers = (Numbers(shape, given, readings[place]) for shape, given, place in self._known)
         return tuple(
             Step(name, operation, *(tuple(next(numbers) for _ in range(size)) for size in sizes))
             for name, operation, *sizes in self._noted

@@ -30,6 +30,9 @@ _EXECUTED, _ALL = "", "*"
 IMPORT = "import "
 """What stands before a module that a file imports on this side alone, among the names that differ."""
 
+METHODS = "methods of "
+"""What stands before the name of a class that differs in its methods alone, among the names that differ."""
+
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 _DYNAMIC = frozenset({"__dict__", "dir", "eval", "exec", "globals", "locals", "vars"})
@@ -89,14 +92,28 @@ class _File:
             else:
                 self.imports[alias.asname or alias.name].append((module, alias.name))
 
-    def signatures(self) -> dict[str, list[object]]:
-        """Return what each name is bound to, with how often what it uses was bound before, for the order may matter."""
+    def signatures(self, *, methods: bool = True) -> dict[str, list[object]]:
+        """Return what each name is bound to, with how often what it uses was bound before, for the order may matter.
+
+        Args:
+            methods: Whether the methods of classes are part of it, those without decorators.
+        """
         found: dict[str, list[object]] = defaultdict(list)
         for name, part in self.bound:
             again = sorted(word for word in set().union(*_words(part)) if len(self.names.get(word, ())) > 1)
             before = [(word, len(found.get(word, ()))) for word in (_EXECUTED, *again)]
-            found[name].append((ast.dump(part), before))
+            found[name].append((ast.dump(part if methods else _without_methods(part)), before))
         return found
+
+
+def _without_methods(statement: ast.stmt) -> ast.stmt:
+    """Return a class without what only its objects execute, and any other statement as it is."""
+    if not isinstance(statement, ast.ClassDef):
+        return statement
+    methods = (one for one in statement.body if isinstance(one, ast.FunctionDef) and not one.decorator_list)
+    executed = {one for one in methods if one.name not in ("__new__", "__init_subclass__", "__class_getitem__")}
+    kept = [one for one in statement.body if one not in executed]
+    return ast.ClassDef(statement.name, statement.bases, statement.keywords, kept, statement.decorator_list)
 
 
 def _modules(statement: ast.AST, own: Collection[str]) -> Iterator[str]:
@@ -198,7 +215,7 @@ def _passed_on(node: ast.AST, modules: Collection[str]) -> Iterator[str]:
 
 
 def differing(here: bytes, there: bytes, own: Collection[str] = ()) -> set[str]:
-    """Return the names at the top of a file that two versions of it define otherwise.
+    r"""Return the names at the top of a file that two versions of it define otherwise.
 
     Args:
         here: The version that runs here.
@@ -210,10 +227,14 @@ def differing(here: bytes, there: bytes, own: Collection[str] = ()) -> set[str]:
 
     >>> differing(b"f = lambda: 1; g = lambda: f()", b"f = lambda: 2; g = lambda: f()")
     {'f'}
+    >>> sorted(differing(b"class A:\n  def f(self): 1", b"class A:\n  def f(self): 2"))
+    ['A', 'methods of A']
     """
     ours, theirs = (_File(text, own=own) for text in (here, there))
     dumps = [file.signatures() for file in (ours, theirs)]
     found = {name for name in dumps[0].keys() | dumps[1].keys() if dumps[0].get(name) != dumps[1].get(name)}
+    rest = [file.signatures(methods=False) for file in (ours, theirs)]
+    found |= {f"{METHODS}{name}" for name in found if rest[0].get(name) == rest[1].get(name)}
     if "__all__" in found:
         exported = [set().union(*(_words(one)[1] for one in file.names["__all__"])) for file in (ours, theirs)]
         found |= exported[0] ^ exported[1]

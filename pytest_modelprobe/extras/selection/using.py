@@ -11,8 +11,9 @@ from pathlib import Path
 
 from pytest_modelprobe.revisions import imported_files, package_of
 
-from .definitions import IMPORT, Definitions
+from .definitions import IMPORT, METHODS, Definitions
 from .definitions import differing_definitions as differing_definitions
+from .making import MadeModules as MadeModules
 
 
 class Use:
@@ -26,9 +27,10 @@ class Use:
     def __init__(self, files: Collection[tuple[Path, str, str]], differing: Mapping[Path, Sequence[str]]) -> None:
         self._differing = differing
         self._definitions = Definitions(files, differing)
+        self._modules = {file: name for file, name, _ in files}
 
     def of_test(
-        self, test: str, file: Path, found: set[Path], whole: Collection[Path]
+        self, test: str, file: Path, found: set[Path], whole: Collection[Path], made: Collection[type] | None
     ) -> tuple[list[tuple[Path, str]], set[Path]]:
         """Return what a test uses that differs, as files and names, and the files that differ in nothing that it uses.
 
@@ -37,11 +39,23 @@ class Use:
             file: The file of the test.
             found: The files that it depends on as a whole.
             whole: Those of them of which all is used.
+            made: The classes of the modules that it makes, if they are known.
         """
         reached = self._definitions.reached(test.partition("::")[2], file, found, whole)
-        used = sorted((one, name) for one, name in reached if name in self._differing.get(one, ()))
+        differing = ((one, name) for one, name in reached if name in self._differing.get(one, ()))
+        used = sorted(node for node in differing if made is None or self._matters(*node, made))
         needed = {one for one, _ in used} | self._importers(found, (file, *whole))
         return used, (found & self._differing.keys()) - needed
+
+    def _matters(self, file: Path, name: str, made: Collection[type]) -> bool:
+        """Whether what differs is more than methods of a class of modules of which a test makes none."""
+        if f"{METHODS}{name}" not in self._differing[file] or "torch" not in sys.modules:
+            return True
+        cls = getattr(sys.modules.get(self._modules.get(file, "")), name, None)
+        if not isinstance(cls, type) or not issubclass(cls, sys.modules["torch"].nn.Module):
+            return True
+        # By name, because a file may be imported under two names.
+        return any(base.__qualname__ == name for one in made for base in one.__mro__)
 
     def _importers(self, found: set[Path], of: Iterable[Path]) -> set[Path]:
         """Return the files whose new imports are why some files are imported that may do more than bind names."""

@@ -31,9 +31,9 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROUNDING_OF_RESPONSES, IsolatedResponse, Reading
-from pytest_modelprobe.runs.noise import relative_change
+from pytest_modelprobe.runs.noise import is_bounded, relative_change
 
-from .calls import CallObserver, IsolationOptions, Key, Perturb, Repeat, Session, Within, in_float64
+from .calls import CallObserver, IsolationOptions, Key, Part, Perturb, Repeat, Session, Within, in_float64
 from .contexts import StateBefore, without_hooks
 from .recipes import Draws, as_mask, fits, kind_of, synthetic
 from .tracing import CannotTellError, Tracer, reason_of
@@ -62,9 +62,9 @@ def isolate(
         model: The model, in the mode to compare.
         forward: Runs the model once.
         options: Which layers are called, and on what.
-        perturb: Takes a synthetic tensor, its name, and how many products with it are added up for an output. It may
-            write to the tensor. It returns the tensor perturbed, to measure the noise of a response. It is not applied
-            to masks, integers and the like.
+        perturb: Takes the numbers of a synthetic tensor, its name, and how many products with it are added up for an
+            output. It may write to the numbers. It returns them perturbed, to measure the noise of a response. It is
+            not applied to masks, integers and the like.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> responses = isolate(model, lambda: model(torch.ones(2, 4)))
@@ -92,6 +92,7 @@ def isolate_repeatedly(
     repeats: Sequence[Repeat],
     options: IsolationOptions = _ALL_LAYERS,
     each: Callable[[Sequence[Repeat]], Iterable[Repeat]] = iter,
+    known: Mapping[Key, IsolatedResponse] = MappingProxyType({}),
 ) -> list[dict[Key, IsolatedResponse]]:
     """Return what `isolate` returns for each of some perturbations. The model runs once for all of them.
 
@@ -102,6 +103,8 @@ def isolate_repeatedly(
             gradient, and ``"gradients"`` the readings of what is handed on. The rest is the same bit for bit.
         options: Which layers are called, and on what.
         each: Takes the repeats and yields them, to show progress.
+        known: Unperturbed responses. A call that has one is left out of repeats that would tell nothing more of its
+            noise.
 
     >>> model = nn.Linear(4, 4)
     >>> first, second = isolate_repeatedly(model, lambda: model(torch.ones(2, 4)), [(None, "all"), (None, "outputs")])
@@ -124,18 +127,39 @@ def isolate_repeatedly(
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # which synthetic numbers cause
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(options.gradient))
-        taken, draws = [], Draws()
+        draws = Draws()
+        taken: list[dict[Key, IsolatedResponse]] = []
         for perturb, of in each(repeats):
-            session = Session(found, traced, calls, options, before, perturb, of, draws)
+            like = [one for (_, part), one in zip(repeats, taken, strict=False) if part == of]
+            wanted = [call for call in calls if not _is_bounded((call.layer, call.index), known, like, of)]
+            if not wanted:
+                taken.append({})
+                continue
+            session = Session(found, traced, wanted, options, before, perturb, of, draws)
             responses: dict[Key, IsolatedResponse] = {}
-            with settings_preserved(), session, progress("isolated call", len(calls)) as shown:
-                for call in shown(calls):
+            with settings_preserved(), session, progress("isolated call", len(wanted)) as shown:
+                for call in shown(wanted):
                     with interruptible():
                         responses[call.layer, call.index] = session.response(call)
             taken.append(responses)
             if state is not None:
                 state.restore()  # so that the next repeat does not find what these calls left behind
         return taken
+
+
+def _is_bounded(
+    key: Key, known: Mapping[Key, IsolatedResponse], repeats: Sequence[Mapping[Key, IsolatedResponse]], of: Part
+) -> bool:
+    """Whether repeats that read the same part of a response bound its noise."""
+    again = [_readings(repeat[key]) for repeat in repeats if key in repeat]
+    if key not in known or not repeats:
+        return False
+    for where, reading in _readings(known[key]).items():
+        if reading is not None and bool(where) == (of == "outputs"):
+            changes = [relative_change(reading, one.get(where)) for one in again]
+            if not is_bounded([c for c in changes if c is not None] or [0.0]):
+                return False
+    return True
 
 
 _DOUBTFUL = 1e-4
@@ -171,8 +195,8 @@ def noisy(
     """
     found = {}
     for key, response in responses.items():
-        again = (response, *(repeat.get(key) for repeat in repeats), exact.get(key))
-        now, *others, precise = ({} if one is None else _readings(one) for one in again)
+        now, precise = (_readings(one) if one else {} for one in (response, exact.get(key)))
+        others = [_readings(repeat[key]) for repeat in repeats if key in repeat]
         measured = dict(now)
         for where, reading in now.items():
             changes = [relative_change(reading, other.get(where)) for other in others] if reading else []

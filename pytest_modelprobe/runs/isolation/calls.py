@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import sys
 from collections import defaultdict
@@ -233,10 +234,14 @@ class Session:
 
     def synthetic(self, kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, terms: int = 1) -> Tensor:
         """Return the tensor of a recipe, on the CPU, in float32 in place of half precision."""
-        tensor = synthetic(kind, shape, name, widened(dtype), draws=self.draws)
-        if self.perturb is not None and kind.startswith(("2^", "near")):
-            tensor = self.perturb(tensor, name, terms)
-        return tensor
+        perturb, dtype = self.perturb, widened(dtype)
+        if perturb is None or not kind.startswith(("2^", "near")):
+            return synthetic(kind, shape, name, dtype, draws=self.draws)
+        if kind.startswith("2^") and dtype == torch.float32 and perturb is not in_float64:
+            # What is drawn is less than what is made of it.
+            early = functools.partial(self.draws, perturb=lambda drawn: perturb(drawn, name, terms))
+            return synthetic(kind, shape, name, dtype, draws=early)
+        return perturb(synthetic(kind, shape, name, dtype, draws=self.draws), name, terms)
 
     def path_before(self, layer: str, path: str) -> str:
         """Return the path that a value or a parameter of a layer had before, by which synthetic tensors are drawn."""

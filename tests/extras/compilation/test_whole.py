@@ -58,6 +58,21 @@ class Sampling(nn.Module):
         return x if self.training and x.sum() > 0 else x * 2
 
 
+class Doubling(nn.Module):
+    """Applies a step twice, and looks at a number in the loop."""
+
+    def __init__(self, step: nn.Module) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.step(x)
+            if x.sum() > 0:
+                x = x * 2
+        return x
+
+
 class Halved(nn.Module):
     """Divides by its number of rows, which it takes for even or odd."""
 
@@ -90,6 +105,13 @@ def test_a_graph_break_is_named_with_its_layer_and_line(probe: ModelProbe) -> No
     assert head.split() == ["layer", "line", "run", "reason"]
     assert row.startswith("1       test_whole.py:")
     assert "x.abs().max().item()" in line_of(row.split()[1])
+
+
+@pytest.mark.parametrize("step", [nn.Linear(8, 8), nn.Identity()])
+def test_a_break_in_a_loop_is_named_though_torch_skips_the_loop(probe: ModelProbe, step: nn.Module) -> None:
+    found = checks.compiles_whole.outcome(probe, Doubling(step), probe.randn(3, 8))
+    assert found.text.startswith("(root) breaks the graph of a forward at test_whole.py:")
+    assert line_of(found.text.split(" at ")[1].partition(": ")[0]) == "if x.sum() > 0:"
 
 
 @pytest.mark.skipif(OLD, reason="torch 2.6 does not say in which line a guard was made")
