@@ -36,7 +36,9 @@ EXTRAS = {
     "mutation": Extra(plugin="plugin"),
     "operations": Extra(
         explanations={
+            "compiled graph": "graphs:of_compiled",
             "diagnosis": "explanation:of_diagnosis",
+            "graph": "graphs:of_program",
             "pair": "explanation:of_pair",
             "record": "explanation:streams",
             "pair of records": "explanation:of_streams",

@@ -21,11 +21,15 @@ from pytest_modelprobe.checks.check import Property, check_native
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation, line_of
 from pytest_modelprobe.checks.parity import ELSEWHERE, other_gradients
 from pytest_modelprobe.checks.rounding import is_rounded, limit, relative_error, same
-from pytest_modelprobe.checks.session import LayerTensor, PreparedModel, Trace, set_mode
-from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, flatten_call
+from pytest_modelprobe.checks.session import LayerTensor, PreparedModel, Trace, copy_of, set_mode
+from pytest_modelprobe.extension import explained
+from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, flatten_call, map_tensors
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count
 
+from .graphs import compiling
+
+_BACKEND = "The graph that it is given computes what the model does: look for another version of the backend."
 _COMPILED = "Look for code that depends on whether it is compiled, and for writes to attributes, which a graph omits."
 
 
@@ -53,6 +57,9 @@ def compile_parity(
     Where an output differs, what the layers take and return is compiled too: the violation names the first layer that
     is another one there, or the model where none is. Of gradients it names the parameter.
 
+    If an output differs, it also names the first operation that does, with its line: as the backend computes it, of the
+    graph that it is given, or else of that graph, beside the model.
+
     Args:
         prepared: The model and its inputs.
         backend: Backend of `torch.compile`; ``"aot_eager"`` needs no compiler.
@@ -65,25 +72,50 @@ def compile_parity(
     >>> print(checks.compile_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     compile_parity holds for Linear: 1 output, 2 parameters
     """
-    compiled: Any = functools.partial(torch.compile, backend=backend)
-    one, other = prepared.reference(mode="eval", backward=True), prepared.copied()
-    torch.compiler.reset()
-    try:
-        with warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("default"):
-            two = prepared.run(mode="eval", backward=True, model=compiled(other), traced=False)
-    finally:
-        torch.compiler.reset()
-    if two.error is not None:
-        return not_compiled(two)
-    two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
+
+    def compiled(model: nn.Module) -> Any:
+        torch.compiler.reset()  # else torch compiles the same code only some times
+        return torch.compile(model, backend=backend)
 
     def told(model: nn.Module) -> Any:
-        with torch.compiler.set_stance("default"):
-            return prepared.run(model=compiled(model), traced=False).output
+        return prepared.run(model=compiled(model), traced=False).output
 
-    found = _in_program(prepared, one, two, told, "when compiled", tolerance)
-    torch.compiler.reset()
+    def agree(x: Tensor, y: Tensor) -> bool:
+        return relative_error(x, y) <= limit(x, tolerance)
+
+    def explain() -> list[str]:
+        graphs = _graphs(prepared)
+        for graph, inputs in graphs:
+            if said := explained("compiled graph", graph, inputs, compiled, agree):
+                return [*said, _BACKEND]
+        [(graph, inputs)] = graphs  # of several, what runs between them would read as missing
+        return [*explained("graph", graph, inputs, _evaluated(prepared), *prepared.copied_inputs()), _COMPILED]
+
+    one = prepared.reference(mode="eval", backward=True)
+    with compiling():
+        two = prepared.run(mode="eval", backward=True, model=compiled(prepared.copied()), traced=False)
+        if two.error is not None:
+            return not_compiled(two)
+        two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
+        found = _in_program(prepared, one, two, told, explain, "when compiled", tolerance)
     return found or f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
+
+
+def _graphs(prepared: PreparedModel) -> list[tuple[torch.fx.GraphModule, tuple[Any, ...]]]:
+    """Return the graphs that `torch.compile` makes of the model, each with what it takes."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            graphs.append((graph, map_tensors(lambda x: copy_of(x).requires_grad_(x.requires_grad), inputs)))
+            return graph(*inputs)
+
+        return run
+
+    torch.compiler.reset()
+    compiled: Any = torch.compile(prepared.copied(), backend=backend)
+    prepared.run(mode="eval", backward=True, model=compiled, traced=False)
+    return graphs
 
 
 def not_compiled(trace: Trace) -> Violation:
@@ -101,7 +133,7 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     """Check that the model can be exported by `torch.export`, and that the program returns the same.
 
     Where it does not, what the layers take and return is exported too, and the violation names the first layer that is
-    another one there.
+    another one there, and the first operation of the program that is, with its line.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -109,10 +141,9 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     >>> print(checks.export_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     export_parity holds for Linear: 1 output
     """
-    one, other = prepared.reference(mode="eval"), prepared.copied()
-    set_mode(other, "eval")
+    one = prepared.reference(mode="eval")
     try:
-        program = _exported(prepared, other)
+        program = _exported(prepared, _evaluated(prepared))
     except Exception as error:  # noqa: BLE001 - whatever export raises of a model
         return Violation.at(
             ROOT,
@@ -130,8 +161,19 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     def told(model: nn.Module) -> Any:
         return prepared.run(model=_exported(prepared, model, strict=False), traced=False).output
 
-    found = _in_program(prepared, one, two, told, "when exported", tolerance)
+    def explain() -> list[str]:
+        given = prepared.copied_inputs()
+        return [*explained("graph", program, given, _evaluated(prepared), *given), _COMPILED]
+
+    found = _in_program(prepared, one, two, told, explain, "when exported", tolerance)
     return found or count(len(one.final), "output")
+
+
+def _evaluated(prepared: PreparedModel) -> nn.Module:
+    """Return a copy of the model in evaluation mode."""
+    other = prepared.copied()
+    set_mode(other, "eval")
+    return other
 
 
 def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:
@@ -145,6 +187,7 @@ def _in_program(
     one: Trace,
     two: Trace,
     told_by: Callable[[nn.Module], Any],
+    explain: Callable[[], list[str]],
     how: str,
     tolerance: float | None,
 ) -> Violation | None:
@@ -155,6 +198,7 @@ def _in_program(
         one: A run of the model.
         two: The run of the program.
         told_by: Makes a program of a model and returns its output.
+        explain: Returns sentences on the operation that differs, and where to look.
         how: What was done with the model.
         tolerance: The largest relative change that passes.
     """
@@ -182,9 +226,12 @@ def _in_program(
             if not by <= limit(x, tolerance, least=ELSEWHERE):
                 layer, index, where, is_inside = place
                 inside.append(Disagreement(LayerTensor(layer, index, where, x, is_inside), by))
+    advice = _COMPILED
+    with contextlib.suppress(Exception):  # what is cut off may not compile, and not every model runs in float64
+        advice = " ".join(explain())
     if inside:
-        return violation_of(inside, f"returns another {{path}} {how}: {{changed}}", _COMPILED)
-    return Violation.at(ROOT, f"returns another {path} {how}: {changed(far[path])}", advice=_COMPILED)
+        return violation_of(inside, f"returns another {{path}} {how}: {{changed}}", advice)
+    return Violation.at(ROOT, f"returns another {path} {how}: {changed(far[path])}", advice=advice)
 
 
 class _Told(nn.Module):

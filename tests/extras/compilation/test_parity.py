@@ -107,4 +107,4 @@ def test_a_model_that_is_another_one_or_none_when_exported_comes_with_a_next_ste
     model = between(lambda x: x * (1 + torch.compiler.is_compiling()))  # older versions of torch refuse to export it
     found = checks.export_parity.outcome(modelprobe, model, modelprobe.randn(2, 6))
     assert found.verdict == "broken"
-    assert found.text.rpartition("\n\n")[2].startswith("Look for co")
+    assert "Look for co" in found.text
