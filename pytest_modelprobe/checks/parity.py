@@ -6,6 +6,7 @@ order, so the tolerance is wider than between two runs of the same kind.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TypeAlias
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.comparison.text import percent
+from pytest_modelprobe.extension import explained
 from pytest_modelprobe.models import (
     flatten,
     has_dense_storage,
@@ -56,6 +58,8 @@ def device_parity(
 ) -> Violation | str:
     """Check that the model returns the same on another device.
 
+    If it does not, also in float64, the first operation that differs there is named, with its line.
+
     Args:
         prepared: The model and its inputs.
         device: The other device.
@@ -74,7 +78,17 @@ def device_parity(
         raise NotApplicableError(f"there is no device {device}") from error
     one = prepared.reference(mode="eval")
     two = prepared.run(mode="eval", model=prepared.copied(device), vary=lambda _, x: x.to(device))
-    return agreeing(one, two, f"on {device}", tolerance, _DEVICE, least=ELSEWHERE, unless_random=prepared)
+    found = agreeing(one, two, f"on {device}", tolerance, _DEVICE, least=ELSEWHERE, unless_random=prepared)
+    if not isinstance(found, Violation):
+        return found
+
+    def run(on: str | torch.device | None = None) -> None:
+        trace = _in_dtype(prepared, torch.float64, device=on)
+        if trace.error is not None:
+            raise trace.error
+
+    steps = explained("runs", functools.partial(run, device), run)
+    return dataclasses.replace(found, advice=" ".join([*steps, _DEVICE]))
 
 
 @check_native
@@ -187,18 +201,23 @@ def _leading_out(prepared: PreparedModel, one: Trace, two: Trace, dtype: torch.d
     return None
 
 
-def _in_dtype(prepared: PreparedModel, dtype: torch.dtype, by: noise.Perturbation | None = None) -> Trace:
-    """Return a run in a dtype, with inputs and parameters that are perturbed before they are converted."""
+def _in_dtype(
+    prepared: PreparedModel,
+    dtype: torch.dtype,
+    by: noise.Perturbation | None = None,
+    device: str | torch.device | None = None,
+) -> Trace:
+    """Return a run in a dtype, with inputs and parameters that are perturbed before they are converted and moved."""
 
     def cast(path: str, x: Tensor) -> Tensor:
-        x = by.input(x, path) if by else x
+        x = (by.input(x, path) if by else x).to(device=device)
         return x.to(dtype) if x.is_floating_point() else x.to(dtype.to_complex()) if x.is_complex() else x
 
     model, own = prepared.copied(dtype), dict(prepared.model.named_parameters())
     for name, p in model.named_parameters() if by else ():
         if by and has_dense_storage(p):
             unexpanded(p.data).copy_(unexpanded(by.input(own[name].data, name)))
-    return prepared.run(mode="eval", model=model, vary=cast)
+    return prepared.run(mode="eval", model=model.to(device=device), vary=cast)
 
 
 @check

@@ -43,6 +43,7 @@ EXTRAS = {
             "record": "explanation:streams",
             "pair of records": "explanation:of_streams",
             "run": "explanation:of_run",
+            "runs": "explanation:of_runs",
         },
     ),
     "pictures": Extra(
