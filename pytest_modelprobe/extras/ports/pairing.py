@@ -114,8 +114,7 @@ def pair(actual: Record, expected: Record, rename: Mapping[str, str] | None = No
     if not by_layer.keys() - {ROOT}:
         raise NothingObservedError(
             f"no layer of {actual.model} could be paired with one of {expected.model}: say which are the same, "
-            'such as rename={"blocks.*": "transformer.h.*"}; with tokens=, a mask has the shape of the padded batch, '
-            "and lengths add up to the packed row"
+            'such as rename={"blocks.*": "transformer.h.*"}'
         )
     steps = tuple((a, e) for a, e in sure if by_layer.get(a.layer.name) == e.layer.name)
     unsure = {a.layer.name: None for a, _ in sorted(early ^ late, key=lambda found: mine.index(found[0]))}
