@@ -29,7 +29,7 @@ from pytest_modelprobe.text import count
 
 from .graphs import compiling
 
-_BACKEND = "The graph that it is given computes what the model does: look for another version of the backend."
+_BACKEND = "Without it, the graph that it is given computes something else: look for another version of the backend."
 _COMPILED = "Look for code that depends on whether it is compiled, and for writes to attributes, which a graph omits."
 
 
