@@ -256,7 +256,8 @@ class _Told(nn.Module):
 
         def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
             if call.parent is not None:
-                tell(call.parent, flatten_call(args, kwargs).tensors, f" of {call.layer}")
+                number = f" (call {call.index + 1})" if call.index else ""
+                tell(call.parent, flatten_call(args, kwargs).tensors, f" of {call.layer}{number}")
 
         def end(call: ModuleCall, args: Any, output: Any) -> None:
             tell(call, flatten("output", output).tensors)

@@ -57,6 +57,24 @@ head output     191 %
 """)
 
 
+class Shared(Net):
+    """Calls a layer twice, on what its own code computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout()
+
+    def forward(self, x):
+        x = self.drop(self.fc(x) + x)
+        return self.head(self.act(self.drop(x * 2)))
+
+
+def test_what_a_layer_takes_in_two_calls_is_told_apart(modelprobe):
+    model = modelprobe.build(Shared)
+    found = checks.compile_parity.outcome(modelprobe, model, modelprobe.randn(5, 6), backend=without_relu)
+    assert found.text.startswith("act returns another output when compiled: ")
+
+
 def test_a_gradient_that_the_compiler_alone_cuts_off_is_named(modelprobe):
     model = between(lambda x: x.detach() if torch.compiler.is_compiling() else x)
     assert checks.compile_parity.outcome(modelprobe, model, modelprobe.randn(5, 6), backend="eager").layer == "0.weight"
