@@ -39,6 +39,7 @@ def compiles_whole(prepared: PreparedModel, *, axis: int = 0) -> Violation | str
 
     Each run is done before without the compiler, so that what the model keeps of its first forward is there. The
     violation names the layer, the line and the reason of the first graph break or graph too many, with a table of all.
+    A break may hide a later one in a loop of the layer around it.
 
     Args:
         prepared: The model and its inputs.
