@@ -183,7 +183,8 @@ def run(name: str, weights: Path, *, like: Record | None = None, channels_last: 
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
         inputs = {k: v.to(memory_format=torch.channels_last) for k, v in inputs.items()}
-    record = ModelProbe().run(model, loss="random", mode=mode, **inputs)
+    probe = ModelProbe()  # kept, for the record asks it for more
+    record = probe.run(model, loss="random", mode=mode, **inputs)
     assert record.live_run is not None
     isolated = record.live_run.isolated(record, like)
     return isolated if like is not None else record.live_run.measured(isolated)

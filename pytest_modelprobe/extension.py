@@ -101,7 +101,8 @@ def explained(what: str, *given: Any) -> list[str]:
     """Return what an extra says of something that it can explain, as texts; nothing without the extra.
 
     Args:
-        what: ``diagnosis``, ``pair`` of calls, ``record``, ``pair of records``, or ``run`` that does not repeat.
+        what: ``diagnosis``, ``pair`` of calls, ``record``, ``pair of records``, ``run`` that does not repeat, two
+            ``runs`` that differ, ``graph`` of a model, or ``compiled graph``.
         given: The arguments of the function of the extra.
     """
     place = modules("explanations").get(what)

@@ -181,7 +181,8 @@ class ModelProbe:
         Raises:
             UnsupportedModelError: No module, or one that cannot be probed.
             SelectionError: ``layers`` or ``keep`` matches nothing.
-            UsageError: The loss is not scalar or has no gradient; ``mode`` is neither train nor eval.
+            UsageError: The loss is not scalar or has no gradient; ``mode`` is neither train nor eval; no value has a
+                place for each of the ``tokens``.
 
         >>> from torch import nn
         >>> probe = ModelProbe()

@@ -5,17 +5,23 @@ alphabet, 40 at equal distances. Each is made small (`hf-tiny:NAME`), and its in
 made or guessed, or takes more than three minutes, is left out, and told. Run it with two versions of this package on
 `PYTHONPATH`, and compare:
 `python evidence/blind --compare BEFORE.json AFTER.json` prints what only one of the two says.
+`python evidence/blind OUT.json models held_out` takes the models of `evidence/guesses` instead; a name such as
+`models:monai__unet` is one of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import inspect
 import json
 import os
 import signal
+import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +50,19 @@ def names() -> list[str]:
         name for name in sorted(dir(transformers)) if name.endswith("Model") and not name.endswith("PreTrainedModel")
     ]
     every = [name for name in every if has_configuration(name)]
-    return [every[i * len(every) // COUNT] for i in range(COUNT)]
+    return [f"hf-tiny:{every[i * len(every) // COUNT]}" for i in range(COUNT)]
+
+
+def functions(module: str) -> Iterator[str]:
+    """Yield the models of a module of `evidence/guesses`."""
+    for name, one in vars(importlib.import_module(module)).items():
+        if inspect.isfunction(one) and one.__module__ == module:
+            yield f"{module}:{name}"
 
 
 def checked(name: str) -> dict[str, Any]:
     """Return what the findings, the hints and the standard checks say of a model."""
     from pytest_modelprobe import ModelProbe
-    from pytest_modelprobe.exceptions import ModelProbeError
     from pytest_modelprobe.extras.scan.scanning import ScannedModel
     from pytest_modelprobe.extras.scan.target import load
 
@@ -58,17 +70,41 @@ def checked(name: str) -> dict[str, Any]:
     signal.alarm(SECONDS)
     try:
         with ModelProbe() as probe:
-            scanned = ScannedModel(load(f"hf-tiny:{name}"), probe)
-            said = {"findings": scanned.findings(), "hints": scanned.hints()}
-            started = time.perf_counter()
+            scanned = ScannedModel(load(name), probe)
+            hints = [*scanned.hints(), *(f"in training: {line}" for line in training_hints(scanned))]
+            said = {"findings": scanned.findings(), "hints": hints}
+            started = time.process_time()
             outcomes = {one.check: [one.verdict, one.text.partition("\n")[0]] for one in scanned.outcomes()}
-            return {**said, "outcomes": outcomes, "seconds": round(time.perf_counter() - started, 1)}
-    except (ModelProbeError, ImportError) as error:
-        return {"left out": str(error).partition("\n")[0]}
+            return {**said, "outcomes": outcomes, "seconds": round(time.process_time() - started, 1)}
+    except Exception as error:  # noqa: BLE001 - whatever a model raises
+        return {"left out": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
     except OutOfTimeError:
         return {"left out": f"it took more than {SECONDS} s"}
     finally:
         signal.alarm(0)
+
+
+def training_hints(scanned: Any) -> list[str]:
+    """Return the hints of a watch of three steps of SGD, each with two backward passes."""
+    import torch
+
+    from pytest_modelprobe.assertions.findings import hints
+    from pytest_modelprobe.models import flatten
+
+    model = scanned.probe.build(scanned.target.make).train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        return []
+    optimizer = torch.optim.SGD(parameters, 1e-3)
+    args, kwargs = scanned.arguments
+    watch = scanned.probe.watch(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(2):
+            outputs = [x for _, x in flatten("output", model(*args, **kwargs)).tensors if x.requires_grad]
+            sum(x.abs().square().mean() for x in outputs).backward()
+        optimizer.step()
+    return hints(watch.record)
 
 
 def told(row: dict[str, Any]) -> set[str]:
@@ -96,6 +132,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("names", nargs="*")
     parser.add_argument("--compare", type=Path, nargs=2)
     given = parser.parse_args()
     if given.compare:
@@ -103,8 +140,10 @@ def main() -> None:
         return
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.simplefilter("ignore")
+    sys.path.append(str(Path(__file__).parents[1] / "guesses"))
+    chosen = [one for name in given.names for one in ([name] if ":" in name else functions(name))]
     found: dict[str, Any] = {}
-    for name in names():
+    for name in chosen or names():
         with contextlib.redirect_stderr(None):
             found[name] = checked(name)
         print(name, found[name].get("seconds", found[name].get("left out")), flush=True)

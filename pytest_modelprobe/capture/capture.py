@@ -111,8 +111,8 @@ class Capture:
         self._profiler = Profiler() if options.profile else None
         self.guard = HookGuard(self.notes, self._profiler)
         self._on_forward = on_forward
-        tokens = None if options.tokens is None else statistics.Tokens(options.tokens)
-        self.observed = ObservedForwards(options.steps, tokens)
+        self._tokens = None if options.tokens is None else statistics.Tokens(options.tokens)
+        self.observed = ObservedForwards(options.steps, self._tokens)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
         self.training = Steps(self.observed)
         self.gradients = Gradients(
@@ -205,7 +205,7 @@ class Capture:
         self._exit.close()
 
     def check(self) -> None:
-        """Raise the error of a hook, if there was one, and one where hooks were removed or a thread was not seen."""
+        """Raise the error of a hook, if there was one, and one where something was not seen that had to be."""
         self._find_unhooked()
         if self._unhooked:
             first, *more = self._unhooked
@@ -220,6 +220,8 @@ class Capture:
                 "threads call the model one after the other, under a lock, or watch a copy of the model in each"
             )
         self.guard.check()
+        if self._tokens is not None:
+            self._tokens.check()
 
     def _find_unhooked(self) -> None:
         if self.guard.active:

@@ -12,7 +12,7 @@ from .incremental import incremental
 from .inputs import inputs_used, parameters_used
 from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
 from .outcome import NotApplicableError, Outcome
-from .parity import compile_parity, device_parity, dtype_parity, export_parity, layout_parity
+from .parity import device_parity, dtype_parity, layout_parity
 from .recomputation import checkpoint_parity
 from .registration import (
     copy_and_pickle,
@@ -28,6 +28,8 @@ from .training import ema_tracks, gradient_accumulation, optimizer_covers, overf
 if TYPE_CHECKING:
     from pytest_modelprobe.extras.adapters.adapter import adapter as adapter
     from pytest_modelprobe.extras.adapters.change import same_function as same_function
+    from pytest_modelprobe.extras.compilation.parity import compile_parity as compile_parity
+    from pytest_modelprobe.extras.compilation.parity import export_parity as export_parity
     from pytest_modelprobe.extras.compilation.whole import compiles_whole as compiles_whole
     from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
     from pytest_modelprobe.extras.training_state.checkpoint import wholly_loaded as wholly_loaded
@@ -48,14 +50,12 @@ __all__ = [
     "batch_independent",
     "causal",
     "checkpoint_parity",
-    "compile_parity",
     "copy_and_pickle",
     "deterministic",
     "device_parity",
     "dtype_parity",
     "ema_tracks",
     "eval_stable",
-    "export_parity",
     "finite",
     "gradcheck",
     "gradient_accumulation",

@@ -63,8 +63,6 @@ STANDARD: Mapping[str, Check] = MappingProxyType(_standard)
 APART: Mapping[str, str] = {
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
-    "compile_parity": "as compiling takes long",
-    "export_parity": "as only some models are meant to be exported",
     "gradcheck": "as it runs the model twice for each parameter",
     "device_parity": "as it needs another device",
     "optimizer_covers": "as it needs the optimizer",

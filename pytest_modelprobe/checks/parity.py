@@ -1,30 +1,23 @@
-"""Equal results on another device, in another dtype or layout, checkpointed, compiled, exported.
+"""Equal results on another device, in another dtype or layout.
 
 Each check runs a copy of the model in the other way and compares it with a reference run. Kernels may sum in another
-order, so the tolerance is wider than between two runs of the same kind. What a compiler makes of a model in half
-precision rounds otherwise, so such a model is compared in float32.
+order, so the tolerance is wider than between two runs of the same kind.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
-import math
-import warnings
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.comparison.text import percent
+from pytest_modelprobe.extension import explained
 from pytest_modelprobe.models import (
-    CallTracer,
-    Layers,
-    ModuleCall,
     flatten,
-    flatten_call,
     has_dense_storage,
     unexpanded,
 )
@@ -34,7 +27,6 @@ from pytest_modelprobe.text import count
 
 from .agreement import (
     Disagreement,
-    changed,
     check_not_random,
     disagreements,
     gradient_error,
@@ -42,10 +34,10 @@ from .agreement import (
     negligible,
     violation_of,
 )
-from .check import Property, check, check_native
-from .outcome import NotApplicableError, Violation, line_of
-from .rounding import is_rounded, limit, relative_error, rms, same
-from .session import LayerTensor, PreparedModel, Trace, Vary, set_mode
+from .check import check, check_native
+from .outcome import NotApplicableError, Violation
+from .rounding import is_rounded, limit, rms
+from .session import LayerTensor, PreparedModel, Trace, Vary
 
 _Only: TypeAlias = Callable[[list[Disagreement]], list[Disagreement]]
 """Leaves out some of what differs."""
@@ -58,7 +50,6 @@ _DTYPE = "Look for what amplifies rounding: a difference of large numbers, a div
 _HARD_CODED = "Look for a hard-coded dtype, and for tensors that are created without dtype=."
 _LAYOUT = "Look for as_strided, .storage() and other code that depends on strides; call .contiguous() before it."
 _VIEW = "Look for a view that should be a reshape, and for code that depends on strides."
-_COMPILED = "Look for code that depends on whether it is compiled, and for writes to attributes, which a graph omits."
 
 
 @check
@@ -66,6 +57,8 @@ def device_parity(
     prepared: PreparedModel, *, device: str | torch.device = "cuda", tolerance: float | None = None
 ) -> Violation | str:
     """Check that the model returns the same on another device.
+
+    If it does not, also in float64, the first operation that differs there is named, with its line.
 
     Args:
         prepared: The model and its inputs.
@@ -85,7 +78,17 @@ def device_parity(
         raise NotApplicableError(f"there is no device {device}") from error
     one = prepared.reference(mode="eval")
     two = prepared.run(mode="eval", model=prepared.copied(device), vary=lambda _, x: x.to(device))
-    return agreeing(one, two, f"on {device}", tolerance, _DEVICE, least=ELSEWHERE, unless_random=prepared)
+    found = agreeing(one, two, f"on {device}", tolerance, _DEVICE, least=ELSEWHERE, unless_random=prepared)
+    if not isinstance(found, Violation):
+        return found
+
+    def run(on: str | torch.device | None = None) -> None:
+        trace = _in_dtype(prepared, torch.float64, device=on)
+        if trace.error is not None:
+            raise trace.error
+
+    steps = explained("runs", functools.partial(run, device), run)
+    return dataclasses.replace(found, advice=" ".join([*steps, _DEVICE]))
 
 
 @check_native
@@ -198,18 +201,23 @@ def _leading_out(prepared: PreparedModel, one: Trace, two: Trace, dtype: torch.d
     return None
 
 
-def _in_dtype(prepared: PreparedModel, dtype: torch.dtype, by: noise.Perturbation | None = None) -> Trace:
-    """Return a run in a dtype, with inputs and parameters that are perturbed before they are converted."""
+def _in_dtype(
+    prepared: PreparedModel,
+    dtype: torch.dtype,
+    by: noise.Perturbation | None = None,
+    device: str | torch.device | None = None,
+) -> Trace:
+    """Return a run in a dtype, with inputs and parameters that are perturbed before they are converted and moved."""
 
     def cast(path: str, x: Tensor) -> Tensor:
-        x = by.input(x, path) if by else x
+        x = (by.input(x, path) if by else x).to(device=device)
         return x.to(dtype) if x.is_floating_point() else x.to(dtype.to_complex()) if x.is_complex() else x
 
     model, own = prepared.copied(dtype), dict(prepared.model.named_parameters())
     for name, p in model.named_parameters() if by else ():
         if by and has_dense_storage(p):
             unexpanded(p.data).copy_(unexpanded(by.input(own[name].data, name)))
-    return prepared.run(mode="eval", model=model, vary=cast)
+    return prepared.run(mode="eval", model=model.to(device=device), vary=cast)
 
 
 @check
@@ -240,196 +248,6 @@ def layout_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
         if isinstance(found, Violation):
             return found
     return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
-
-
-def _in_float32(compared: Property) -> Property:
-    """Compare a model that rounds to half precision converted to float32."""
-
-    @functools.wraps(compared)
-    def found(prepared: PreparedModel, **options: Any) -> Violation | str:
-        if prepared.is_rounded:
-            # Its code may cast to half precision what meets the weights.
-            with contextlib.suppress(NotApplicableError), prepared.converted() as wide:
-                return compared(wide, **options)
-        return compared(prepared, **options)
-
-    return found
-
-
-@check_native
-@_in_float32
-def compile_parity(
-    prepared: PreparedModel, *, backend: str | Callable[..., Any] = "aot_eager", tolerance: float | None = None
-) -> Violation | str:
-    """Check that the compiled model returns the same, and the same gradients.
-
-    Where an output differs, what the layers take and return is compiled too: the violation names the first layer that
-    is another one there, or the model where none is. Of gradients it names the parameter.
-
-    Args:
-        prepared: The model and its inputs.
-        backend: Backend of `torch.compile`; ``"aot_eager"`` needs no compiler.
-        tolerance: The largest relative change that passes, by default 1e-3. A model in half precision is compiled in
-            float32.
-
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe, checks
-    >>> probe = ModelProbe()
-    >>> print(checks.compile_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
-    compile_parity holds for Linear: 1 output, 2 parameters
-    """
-    compiled: Any = functools.partial(torch.compile, backend=backend)
-    one, other = prepared.reference(mode="eval", backward=True), prepared.copied()
-    torch.compiler.reset()
-    try:
-        with warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("default"):
-            two = prepared.run(mode="eval", backward=True, model=compiled(other), traced=False)
-    finally:
-        torch.compiler.reset()
-    if two.error is not None:
-        return not_compiled(two)
-    two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
-
-    def told(model: nn.Module) -> Any:
-        with torch.compiler.set_stance("default"):
-            return prepared.run(model=compiled(model), traced=False).output
-
-    found = _in_program(prepared, one, two, told, "when compiled", tolerance)
-    torch.compiler.reset()
-    return found or f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
-
-
-def not_compiled(trace: Trace) -> Violation:
-    """Return the violation of a run that raised because it was compiled."""
-    return Violation.at(
-        ROOT,
-        f"cannot be compiled: {trace.failure.removeprefix(f'{ROOT} raised ')}",
-        advice="TORCH_LOGS=graph_breaks shows what cannot be traced; torch.compiler.disable excludes it.",
-    )
-
-
-@check_native
-@_in_float32
-def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
-    """Check that the model can be exported by `torch.export`, and that the program returns the same.
-
-    Where it does not, what the layers take and return is exported too, and the violation names the first layer that is
-    another one there.
-
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe, checks
-    >>> probe = ModelProbe()
-    >>> print(checks.export_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
-    export_parity holds for Linear: 1 output
-    """
-    one, other = prepared.reference(mode="eval"), prepared.copied()
-    set_mode(other, "eval")
-    try:
-        program = _exported(prepared, other)
-    except Exception as error:  # noqa: BLE001 - whatever export raises of a model
-        return Violation.at(
-            ROOT,
-            f"cannot be exported: {line_of(error)}",
-            advice="Look for control flow that depends on the contents of a tensor.",
-        )
-    two = prepared.run(model=program, traced=False)
-    if two.error is not None:
-        return Violation.at(
-            ROOT,
-            f"does not run as an exported program: {two.failure}",
-            advice="Look for code that depends on a shape or a device: torch.export.export(...) shows the program.",
-        )
-
-    def told(model: nn.Module) -> Any:
-        return prepared.run(model=_exported(prepared, model, strict=False), traced=False).output
-
-    found = _in_program(prepared, one, two, told, "when exported", tolerance)
-    return found or count(len(one.final), "output")
-
-
-def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:
-    args, kwargs = prepared.copied_inputs()
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        return torch.export.export(model, args, kwargs, **options).module()
-
-
-def _in_program(
-    prepared: PreparedModel,
-    one: Trace,
-    two: Trace,
-    told_by: Callable[[nn.Module], Any],
-    how: str,
-    tolerance: float | None,
-) -> Violation | None:
-    """Return where a program differs: the first layer that takes or returns something else, or the model as a whole.
-
-    Args:
-        prepared: The model and its inputs.
-        one: A run of the model.
-        two: The run of the program.
-        told_by: Makes a program of a model and returns its output.
-        how: What was done with the model.
-        tolerance: The largest relative change that passes.
-    """
-    far = {
-        path: relative_error(x, two.final[path]) if path in two.final else math.inf
-        for path, x in one.final.items()
-        if x.is_floating_point()
-    }
-    path = next((path for path in far if not far[path] <= limit(one.final[path], tolerance, least=ELSEWHERE)), None)
-    if path is None:
-        found = other_gradients(one, two, tolerance, how, _COMPILED) if two.gradients else None
-        if found is not None:
-            check_not_random(prepared)
-        return found
-    check_not_random(prepared)
-    told = _Told(prepared.copied())
-    set_mode(told, "eval")
-    places = told.places  # the attribute is put back after an export, by a copy
-    inside: list[Disagreement] = []
-    with contextlib.suppress(Exception):  # with so many outputs it may be no program
-        there = dict(zip(places, told_by(told), strict=True))
-        for x, place in zip(prepared.run(model=told).output, told.places, strict=True):
-            known = place[-1] and any(same(x, one.layer_tensor.tensor) for one in inside)  # a layer before returned it
-            by = relative_error(x, there[place]) if place in there and not known else 0.0
-            if not by <= limit(x, tolerance, least=ELSEWHERE):
-                layer, index, where, is_inside = place
-                inside.append(Disagreement(LayerTensor(layer, index, where, x, is_inside), by))
-    if inside:
-        return violation_of(inside, f"returns another {{path}} {how}: {{changed}}", _COMPILED)
-    return Violation.at(ROOT, f"returns another {path} {how}: {changed(far[path])}", advice=_COMPILED)
-
-
-class _Told(nn.Module):
-    """Returns what the layers of a model take and return, in the order of computation."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.places: list[tuple[str, int, str, bool]] = []
-        """Layer, call and path of each tensor and whether a layer inside takes it, as in a `LayerTensor`."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        """Run the model."""
-        self.places.clear()
-        told: list[Tensor] = []
-
-        def tell(call: ModuleCall, tensors: list[tuple[str, Tensor]], child: str = "") -> None:
-            for path, x in tensors:
-                if is_rounded(x):
-                    self.places.append((call.layer, call.index, f"{path}{child}", bool(child)))
-                    told.append(x.clone())
-
-        def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
-            if call.parent is not None:
-                tell(call.parent, flatten_call(args, kwargs).tensors, f" of {call.layer}")
-
-        def end(call: ModuleCall, args: Any, output: Any) -> None:
-            tell(call, flatten("output", output).tensors)
-
-        with CallTracer(Layers(self.model).modules, ModuleCall, before=begin, after=end):
-            self.model(*args, **kwargs)
-        return told
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def padding_invariant(
             ``src_key_padding_mask``, and what is not 0 in a mask that is all 0 as it is given. Floats of which none is
             above 0 are added: -inf marks what is masked.
         mask: The name of the mask, or the mask itself for a model with a keyword ``mask``. By default it is the only
-            argument of that shape whose name ends with ``mask``.
+            argument of that shape whose name ends with ``mask``; ``decoder_`` masks are those of ``decoder_`` inputs.
         pad_id: The id of padding. By default it is ``model.config.pad_token_id``, if there is one.
         axis: Axis of positions of the first input.
         tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
@@ -541,12 +541,12 @@ def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tupl
         if shapes[name] != shape:
             raise NotApplicableError(f"{name} has the shape {shapes[name]}, not (batch, positions), here {shape}")
         return name
-    found = [where for where in _masks(prepared) if shapes[where] == shape]
+    found = masks_of(prepared, path, shape)
     if len(found) == 1 and shape[0] != shape[1]:
         return found[0]
     why = f"it is not known which mask is of (batch, positions), among {listed(found)}"
     if not found:
-        why = f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask"
+        why = f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask of it"
     raise NotApplicableError(f"{why}: give mask= its name")
 
 

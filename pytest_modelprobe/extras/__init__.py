@@ -21,8 +21,12 @@ EXTRAS = {
     ),
     "bisect": Extra(commands={"bisect": "command"}),
     "compilation": Extra(
-        checks={"compiles_whole": "whole"},
-        apart={"compiles_whole": "as compiling takes long, and not every model is meant to be compiled"},
+        checks={"compile_parity": "parity", "compiles_whole": "whole", "export_parity": "parity"},
+        apart={
+            "compile_parity": "as compiling takes long",
+            "compiles_whole": "as compiling takes long, and not every model is meant to be compiled",
+            "export_parity": "as only some models are meant to be exported",
+        },
         runs={"with_graph_breaks": "graphs"},
     ),
     "doctor": Extra(commands={"doctor": "command"}),
@@ -32,11 +36,14 @@ EXTRAS = {
     "mutation": Extra(plugin="plugin"),
     "operations": Extra(
         explanations={
+            "compiled graph": "graphs:of_compiled",
             "diagnosis": "explanation:of_diagnosis",
+            "graph": "graphs:of_program",
             "pair": "explanation:of_pair",
             "record": "explanation:streams",
             "pair of records": "explanation:of_streams",
             "run": "explanation:of_run",
+            "runs": "explanation:of_runs",
         },
     ),
     "pictures": Extra(

@@ -56,6 +56,8 @@ class Tokens(Samples):
             # A value with one place for each request is of its last token, as logits are.
             self._places = {(len(lengths),): torch.tensor(rows), (len(order),): torch.tensor(order)}
         *_, index = self._places.values()
+        self._count, self._first_shape = len(index), tuple[int, ...]()
+        self._is_placed = self._count == 1  # any value may be that of the only token
         super().__init__(torch.from_numpy(hashes(_SALT, len(index)).view("int64")), [len(index)])
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -66,8 +68,20 @@ class Tokens(Samples):
                 found = tuple(n for n in plain.shape[:axes] if n > 1)
                 for places, index in self._places.items():
                     if found and found in (places, (math.prod(places),)):
+                        # Integers with a place for each request are a table, as of a cache.
+                        self._is_placed |= len(index) == self._count or plain.is_floating_point()
                         return plain.flatten(0, axes - 1)[index.to(plain.device)]
+            self._first_shape = self._first_shape or (() if reason else tuple(plain.shape))
         return tensor
+
+    def check(self) -> None:
+        """Raise `UsageError` if no value that was read has a place for each token: none would be compared by token."""
+        if self._first_shape and not self._is_placed:
+            raise UsageError(
+                f"tokens= says {self._count} tokens, and no value of the model has a place for each: the first is of "
+                f"shape {self._first_shape}; a mask has the shape of the padded batch, and lengths add up to the "
+                "packed row"
+            )
 
 
 def _are_tokens(of: object) -> bool:

@@ -52,6 +52,21 @@ def test_later_positions_that_leak_are_seen_beside_padding_on_the_left() -> None
     assert (found.verdict, found.layer) == ("broken", "(root)")
 
 
+def test_a_mask_of_the_decoder_is_none_of_the_encoder() -> None:
+    probe = ModelProbe()
+    config = transformers.BartConfig(
+        encoder_layers=1, decoder_layers=1, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=40,
+    )  # fmt: skip
+    model = probe.build(lambda: transformers.BartModel(config))
+    inputs = {name: probe.randint(3, 40, (3, 12), name=name) for name in ("input_ids", "decoder_input_ids")}
+    inputs["decoder_attention_mask"] = torch.ones(3, 12, dtype=torch.long)
+    found = checks.padding_invariant.outcome(probe, model, **inputs)
+    assert found.text.startswith("no argument of shape (3, 12), the batch and axis 1 of input_ids, is called a mask of")
+    found = checks.padding_invariant(probe, model, **inputs, attention_mask=torch.ones(3, 12, dtype=torch.long))
+    assert "masked by 0 in attention_mask" in found.text
+
+
 def test_the_later_half_is_that_of_the_positions_that_are_not_masked() -> None:
     probe, x = ModelProbe(), torch.ones(2, 9, dtype=torch.bool)
     x[:, 4:] = False  # padding on the right: what comes behind it is not replaced

@@ -161,38 +161,6 @@ def test_a_loss_of_training_alone_is_no_other_mode(probe: ModelProbe) -> None:
     assert found.text == "3 layers"
 
 
-# --- export -----------------------------------------------------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """Computes something else when it is exported."""
-
-    def __init__(self, exported: float, eager: float) -> None:
-        super().__init__()
-        self.scales = eager, exported
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.scales[torch.compiler.is_exporting()]
-        return x if scale == 1 else x * scale
-
-
-class Exported(nn.Module):
-    def __init__(self, odd: nn.Module) -> None:
-        super().__init__()
-        self.fc, self.odd, self.act, self.head = nn.Linear(8, 8), odd, nn.ReLU(inplace=True), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.odd(self.fc(x)))
-        out: Tensor = self.head(x)
-        return out
-
-
-def test_the_first_layer_that_an_export_computes_otherwise_is_named(probe: ModelProbe) -> None:
-    found = checks.export_parity.outcome(probe, Exported(Odd(2.0, 1.0)), probe.randn(4, 8))
-    assert found.layer == "odd"
-    assert found.text.startswith("odd returns another output when exported: changed by ")
-
-
 # --- infinities -------------------------------------------------------------------------------------------------------
 
 

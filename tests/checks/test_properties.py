@@ -508,8 +508,6 @@ def test_a_cache_that_is_on_by_default_is_off_beside_a_checkpoint(probe: ModelPr
         ("dtype_parity", lambda self, x: (1 + 1e-9 * self.fc(x)) - 1, "Look for what amplifies rounding"),
         ("dtype_parity", lambda self, x: self.fc(x) @ torch.eye(3), "Look for a hard-coded dtype, and for"),
         ("layout_parity", lambda self, x: x.as_strided((2, 3), (3, 1)), "Look for as_strided"),
-        # Older versions of torch refuse to export it: that has another step next.
-        ("export_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for co"),
     ],
 )
 def test_a_parity_that_is_broken_comes_with_a_next_step(probe: ModelProbe, name: str, code: Any, advice: str) -> None:

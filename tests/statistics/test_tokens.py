@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from pytest_modelprobe import assert_finite
 from pytest_modelprobe.exceptions import UsageError
 
 PADDED = torch.arange(24.0).reshape(2, 4, 3)
@@ -82,3 +83,20 @@ def test_the_batch_may_be_behind_the_positions(modelprobe):
     found, expected = (reading(modelprobe, x, MASK) for x in (PADDED.transpose(0, 1), PADDED))
     assert found.fingerprint == pytest.approx(expected.fingerprint)
     assert found.statistics == expected.statistics
+
+
+@pytest.mark.parametrize("tokens", [[2, 3], [3, 4, 5], torch.ones(2, 5)], ids=repr)
+def test_tokens_for_which_no_value_has_a_place_are_refused(modelprobe, tokens):
+    said = r"tokens= says \d+ tokens, and no value of the model has a place for each: the first is of shape \(6, 3\); "
+    with pytest.raises(UsageError, match=said):
+        modelprobe.run(nn.Tanh(), PADDED[MASK], tokens=tokens)
+    model = nn.Tanh()
+    watch = modelprobe.watch(model, tokens=tokens)
+    model(PADDED[MASK])
+    with pytest.raises(UsageError, match=said):
+        assert_finite(watch)
+
+
+def test_one_token_may_be_of_any_shape(modelprobe):
+    assert modelprobe.run(nn.Tanh(), PADDED[:1, :1], tokens=[1])
+    assert modelprobe.run(nn.Tanh(), PADDED[0, 0], tokens=[1])

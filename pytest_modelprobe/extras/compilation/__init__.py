@@ -1,1 +1,1 @@
-"""What `torch.compile` makes of a model: where the graph breaks, and what is compiled again."""
+"""What `torch.compile` and `torch.export` make of a model: whether it is the same, and where the graph breaks."""

@@ -17,13 +17,13 @@ from torch import Tensor
 from pytest_modelprobe.checks.batch import larger_batches
 from pytest_modelprobe.checks.check import check_native
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
-from pytest_modelprobe.checks.parity import not_compiled
 from pytest_modelprobe.checks.session import PreparedModel, Vary, keep_input
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed
 
 from .graphs import break_of, compiling, graph_breaks, layer_of, line_of
+from .parity import not_compiled
 
 _Row = tuple[str, str, str, str]
 """The layer, the line, the run and the reason of a graph that should not be."""
@@ -39,6 +39,7 @@ def compiles_whole(prepared: PreparedModel, *, axis: int = 0) -> Violation | str
 
     Each run is done before without the compiler, so that what the model keeps of its first forward is there. The
     violation names the layer, the line and the reason of the first graph break or graph too many, with a table of all.
+    A break may hide a later one in a loop of the layer around it.
 
     Args:
         prepared: The model and its inputs.

@@ -9,6 +9,7 @@ take the place of which, nothing is said.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,8 @@ def _said(a: Sequence[Step], e: Sequence[Step], *, takes_same: bool) -> str | No
     following = [[step.function for step in side[1 : 1 + _ALIKE]] for side in (a, e)]
     if takes_same and following[0] == following[1] and len(following[0]) == _ALIKE:
         return _pair(a[0], e[0], takes_same=takes_same)
+    if takes_same:
+        a, e = _once(a, e)
     while min(len(a), len(e)) > 1 and a[-1].function == e[-1].function:
         a, e = a[:-1], e[:-1]
     if len(a) == len(e) and (len(a) == 1 or takes_same):
@@ -70,6 +73,17 @@ def _said(a: Sequence[Step], e: Sequence[Step], *, takes_same: bool) -> str | No
     if len(e) == 1:
         return f"{a[0].operation}, the first of {len(a)} operations in place of {e[0].operation}"
     return f"{a[0].operation}, in place of {len(e)} operations from {e[0].operation} on" if len(a) == 1 else None
+
+
+def _once(a: Sequence[Step], e: Sequence[Step]) -> tuple[Sequence[Step], Sequence[Step]]:
+    """Return the first operation of one side and those in its place, if the same stand in its place all over."""
+    mine, theirs = ([step.function for step in side] for side in (a, e))
+    for n in range(1, _MOST + 1):
+        for few, many, numbers in ((mine, theirs, (1, n)), (theirs, mine, (n, 1))):
+            in_place = (many[:n] if function == few[0] else [function] for function in few)
+            if [*itertools.chain.from_iterable(in_place)] == many:
+                return a[: numbers[0]], e[: numbers[1]]
+    return a, e
 
 
 def _passed_over(steps: Sequence[Step], own: Sequence[Step], other: Sequence[Step]) -> Step | None:

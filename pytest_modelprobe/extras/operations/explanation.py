@@ -157,6 +157,17 @@ def _of_call(layer: str, index: int, record: Record) -> Sequence[Step]:
     return recorders[index].steps() if index < len(recorders) else []
 
 
+def of_runs(actual: Callable[[], object], expected: Callable[[], object]) -> Iterator[str]:
+    """Yield a sentence with the first operation that differs between two runs in float64, of which neither raises."""
+    recorders = Recorder(), Recorder()
+    with contextlib.suppress(Exception):  # a model may fail in another dtype
+        for recorder, run in zip(recorders, (actual, expected), strict=True):
+            with recorder:
+                run()
+        if said := first_difference(*(recorder.steps() for recorder in recorders)):
+            yield f"First operation that differs: {said}."
+
+
 def of_run(run: Callable[[], object]) -> Iterator[str]:
     """Yield a sentence with the first operation whose result differs when a run is repeated."""
     recorders = [Recorder(), Recorder()]

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import DispatchMode
 from pytest_modelprobe.models import as_real, flatten, flatten_call, has_dense_storage, version
 from pytest_modelprobe.record import Operation, Reading
 from pytest_modelprobe.runs import operation_of, widened
@@ -49,18 +50,13 @@ class Step:
     """What it returns, and the arguments that it writes to."""
 
 
-class Recorder(TorchFunctionMode):
-    """Notes the operations that Python code calls while it is active, without those inside them.
-
-    >>> x = torch.ones(2, 3)
-    >>> with Recorder() as recorder:
-    ...     y = torch.softmax(x.t(), dim=-1)
-    >>> [step.operation.name for step in recorder.steps()]
-    ['torch.Tensor.t', 'torch.softmax(dim=-1)']
-    """
+class _Notes:
+    """The operations that a mode of torch notes while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.location: str | None = None
+        """File and line of the operations to come, in place of the line that calls them."""
         self._noted: list[tuple[str, Operation, int, int]] = []
         self._known: list[tuple[tuple[int, ...], bool, int]] = []
         """Shape and `Numbers.given` of each tensor, and which reduction is of it."""
@@ -68,7 +64,8 @@ class Recorder(TorchFunctionMode):
         self._read = WeakIdKeyDictionary()
         """Tensor → its version, and which reduction is of it, because what one operation makes the next ones take."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def _called(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Call an operation, note it if it makes a tensor, and return its output."""
         kwargs = kwargs or {}
         if sys._getframe(1).f_code.co_filename.startswith(_OURS):
             return func(*args, **kwargs)
@@ -85,7 +82,8 @@ class Recorder(TorchFunctionMode):
         made += [tensor for tensor in written if all(tensor is not one for one in made)]
         if made:
             operation = operation_of(func)
-            called = replace(operation, name=f"{operation.name}{_arguments(func, args, kwargs)}")
+            name = f"{operation.name}{_arguments(func, args, kwargs)}"
+            called = replace(operation, name=name, location=self.location or operation.location)
             self._noted.append((operation.name, called, len(given), len(made)))
             self._note(made)
         else:
@@ -110,6 +108,25 @@ class Recorder(TorchFunctionMode):
             Step(name, operation, *(tuple(next(numbers) for _ in range(size)) for size in sizes))
             for name, operation, *sizes in self._noted
         )
+
+
+class Recorder(_Notes, TorchFunctionMode):
+    """Notes the operations that Python code calls while it is active, without those inside them.
+
+    >>> x = torch.ones(2, 3)
+    >>> with Recorder() as recorder:
+    ...     y = torch.softmax(x.t(), dim=-1)
+    >>> [step.operation.name for step in recorder.steps()]
+    ['torch.Tensor.t', 'torch.softmax(dim=-1)']
+    """
+
+    __torch_function__ = _Notes._called
+
+
+class DispatchRecorder(_Notes, DispatchMode):
+    """Notes the operations that reach a kernel, which are the same of a model and of what was exported of it."""
+
+    __torch_dispatch__ = _Notes._called
 
 
 def _logarithms(tensor: Tensor) -> Tensor:

@@ -23,6 +23,22 @@ def main(values: Sequence[Value]) -> Value | None:
     return max(floating, key=size, default=values[0] if values else None)
 
 
+def shared(a: Sequence[Value], e: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
+    """Return the values of two calls without what only one has: what is larger than the main value of the other.
+
+    An engine may take and return its cache. If it has no value as large as that of the other, all are returned.
+
+    >>> x, cache = (Value(path=p, shape=(n,), dtype="float32", device="cpu") for p, n in (("x", 4), ("cache.k", 9)))
+    >>> [value.path for value in shared([x, cache], [x])[0]]
+    ['x']
+    """
+    mains = [main(values) for values in (a, e)]
+    most = min((size(one) for one in mains if one), default=0)
+    mine, theirs = ([value for value in values if not value.is_floating or size(value) <= most] for values in (a, e))
+    same = all(one is not None and size(one) == most for one in map(main, (mine, theirs)))
+    return (mine, theirs) if same else (a, e)
+
+
 def size(value: Value) -> int:
     """Return the number of elements of a value."""
     return math.prod(d if isinstance(d, int) else d[1] for d in value.shape)
@@ -49,10 +65,16 @@ def forms(values: Sequence[Value]) -> list[Value]:
     return [first, dataclasses.replace(first, path=" + ".join(v.path for v in alike), forward=reading)]
 
 
-def chosen(step: Step, side: int, at: str, sums: Sums) -> Value | None:
-    """Return the value of the inputs or outputs of a call that is compared."""
-    found = forms(getattr(step.call, at))
-    return found[-1 if (side, step.layer.type_name, at) in sums else 0] if found else None
+def chosen(pair: tuple[Step, Step], at: str, sums: Sums) -> list[Value | None]:
+    """Return the values of the inputs or outputs of two calls that are compared."""
+    found = enumerate(zip(pair, _forms_of(pair, at), strict=True))
+    last = (((side, step.layer.type_name, at) in sums, all_of) for side, (step, all_of) in found)
+    return [all_of[-is_sum] if all_of else None for is_sum, all_of in last]
+
+
+def _forms_of(pair: tuple[Step, Step], at: str) -> list[list[Value]]:
+    a, e = (getattr(step.call, at) for step in pair)
+    return [forms(values) for values in shared(a, e)]
 
 
 def sums_of(steps: Iterable[tuple[Step, Step]], is_same: Callable[[Value, Value], bool]) -> Sums:
@@ -63,7 +85,7 @@ def sums_of(steps: Iterable[tuple[Step, Step]], is_same: Callable[[Value, Value]
     votes: Counter[tuple[int, str, str]] = Counter()
     for pair in steps:
         for at in ("inputs", "outputs"):
-            both = [forms(getattr(step.call, at)) for step in pair]
+            both = _forms_of(pair, at)
             for side, step in enumerate(pair):
                 if len(both[side]) > 1:
                     alone, together = (any(is_same(form, other) for other in both[1 - side]) for form in both[side])

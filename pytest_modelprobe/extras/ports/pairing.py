@@ -19,7 +19,6 @@ from pytest_modelprobe.comparison import Precision, explained, tolerance
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import (
     ROOT,
-    Call,
     CallTree,
     Layer,
     Parameter,
@@ -32,7 +31,7 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.text import count, failure, listed
 
-from .layouts import Sums, chosen, forms, main, size, sums_of
+from .layouts import Sums, chosen, forms, main, shared, size, sums_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +68,17 @@ class Pairing:
             [name for name in dict.fromkeys(theirs) if name not in names],
         )
 
-    def _forwards(self) -> list[tuple[Record, Call]]:
-        """Return the first forward of each that is in a pair."""
-        found = next(((a.call, e.call) for a, e in self.steps if a.outermost), ())
-        return list(zip((self.actual, self.expected), found, strict=False))
-
     def __str__(self) -> str:
         mine, theirs = self.unpaired()
         rows = [f"rename={self.rename!r}"] if self.rename else []
         for record, names in ((self.actual, mine), (self.expected, theirs)):
             if names:
                 rows.append(f"{count(len(names), 'layer')} of {record.model} without a partner: {listed(names)}")
-        for record, call in self._forwards():
-            others = [value.path for value in call.outputs if value is not main(call.outputs)]
-            if others:
-                rows.append(f"Only the largest output is compared, not {listed(others)} of {record.model}")
+        outputs = next(([a.call.outputs, e.call.outputs] for a, e in self.steps if a.outermost), [(), ()])
+        compared = map(main, shared(*outputs))
+        for record, values, one in zip((self.actual, self.expected), outputs, compared, strict=True):
+            if others := [value.path for value in values if value is not one]:
+                rows.append(f"Only the largest output of both is compared, not {listed(others)} of {record.model}")
         if self.ambiguous:
             said = f"{listed(self.ambiguous)} {'fits' if len(self.ambiguous) == 1 else 'fit'} several layers"
             rows.append(f"Ambiguous: {said} equally well; say which with rename=")
@@ -114,8 +109,7 @@ def pair(actual: Record, expected: Record, rename: Mapping[str, str] | None = No
     if not by_layer.keys() - {ROOT}:
         raise NothingObservedError(
             f"no layer of {actual.model} could be paired with one of {expected.model}: say which are the same, "
-            'such as rename={"blocks.*": "transformer.h.*"}; with tokens=, a mask has the shape of the padded batch, '
-            "and lengths add up to the packed row"
+            'such as rename={"blocks.*": "transformer.h.*"}'
         )
     steps = tuple((a, e) for a, e in sure if by_layer.get(a.layer.name) == e.layer.name)
     unsure = {a.layer.name: None for a, _ in sorted(early ^ late, key=lambda found: mine.index(found[0]))}
@@ -195,10 +189,7 @@ class _Judged:
     def of(cls, a: Step, e: Step, pairing: Pairing, times: float) -> _Judged:
         measured = pairing.expected.noise is not None
         compared = functools.partial(_change, measured=measured, times=times)
-        taken, made = (
-            compared(*(chosen(step, side, at, pairing.sums) for side, step in enumerate((a, e))))
-            for at in ("inputs", "outputs")
-        )
+        taken, made = (compared(*chosen((a, e), at, pairing.sums)) for at in ("inputs", "outputs"))
         weights = _other_weights(a.layer, e.layer)
         inside = a.last_child or e.last_child  # what a container has itself, the other may have in a layer inside
         if not weights and taken.same and made.differs and inside is None:
@@ -404,18 +395,19 @@ class _Scores:
             return 1000.0 if self.told.get(then) == now else None
         if a.outermost or e.outermost:
             return 100.0 if a.outermost and e.outermost else None
-        x, y = main(a.call.outputs), main(e.call.outputs)
+        returned = shared(a.call.outputs, e.call.outputs)
+        x, y = map(main, returned)
         if x is None or y is None or size(x) != size(y):
             return None
         leaf = a.last_child is None
         if leaf != (e.last_child is None):
             return None
-        given, taken = forms(a.call.inputs), forms(e.call.inputs)
+        given, taken = map(forms, shared(a.call.inputs, e.call.inputs))
         if leaf and (_kind(a) != _kind(e) or list(map(size, given[:1])) != list(map(size, taken[:1]))):
             return None
         score = 1.0 + 4 * (now == then)
         score += 2 if self.mine[now] == self.theirs[then] else -0.5
-        score += 2 * any(_is_same(*both) for both in itertools.product(forms(a.call.outputs), forms(e.call.outputs)))
+        score += 2 * any(_is_same(*both) for both in itertools.product(*map(forms, returned)))
         score += 2 * any(_is_same(*both) for both in itertools.product(given, taken))
         if leaf and a.layer.parameters:
             score += 2 * (not _other_weights(a.layer, e.layer))

@@ -124,6 +124,26 @@ def test_one_operation_came_or_went(modelprobe, actual, expected, said):
     assert f"First operation that differs: {said}" in message(modelprobe, *models, modelprobe.randn(8, 8))
 
 
+class Rotated(Block):
+    def forward(self, x):
+        return self.rotated(self.up(x)) * self.rotated(self.gate(x))
+
+    def rotated(self, x):
+        return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+
+
+class RotatedByHalves(Rotated):
+    def rotated(self, x):
+        return torch.cat([-x[..., 1::2], x[..., ::2]], dim=-1)
+
+
+def test_operations_in_place_of_others_all_over(modelprobe):
+    text = message(modelprobe, *map(modelprobe.build, (RotatedByHalves, Rotated)), modelprobe.randn(8, 8))
+    now, then = (line(kind.rotated, 1) for kind in (RotatedByHalves, Rotated))
+    first = f"torch.cat(dim=-1) at {now}, in place of 2 operations from torch.stack(dim=-1) at {then} on."
+    assert f"First operation that differs: {first}" in text
+
+
 class Twice(nn.Module):
     def __init__(self, step):
         super().__init__()
