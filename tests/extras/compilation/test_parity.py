@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from pytest_modelprobe import checks
+
+OLD = not hasattr(torch.compiler, "is_exporting")
+"""Whether torch is 2.6."""
 
 
 class Layer(nn.Module):
@@ -40,6 +44,7 @@ def without_relu(graph, inputs):
     return graph
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.6 makes no program of what layers return")
 def test_the_first_layer_that_a_compiler_computes_otherwise_is_named(modelprobe):
     model = Net()
     with torch.no_grad():
@@ -69,6 +74,7 @@ class Shared(Net):
         return self.head(self.act(self.drop(x * 2)))
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.6 makes no program of what layers return")
 def test_what_a_layer_takes_in_two_calls_is_told_apart(modelprobe):
     model = modelprobe.build(Shared)
     found = checks.compile_parity.outcome(modelprobe, model, modelprobe.randn(5, 6), backend=without_relu)
@@ -115,6 +121,7 @@ class Odd(nn.Module):
         return x if torch.compiler.is_exporting() else x * 2
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.6 makes no program of what layers return")
 def test_the_first_layer_that_an_export_computes_otherwise_is_named(modelprobe):
     model = nn.Sequential(nn.Linear(6, 6), Odd(), nn.ReLU(inplace=True), nn.Linear(6, 2))
     found = checks.export_parity.outcome(modelprobe, model, modelprobe.randn(4, 6))
