@@ -36,16 +36,16 @@ from pytest_modelprobe.extras.scan.search import arguments, parse_input
 HERE = Path(__file__).parent
 PAGE = HERE / "COSTS.md"
 ROUNDS = 3
-ONCE = {"checks.standard", "scan"}
-"""What takes so many steps that it is measured once."""
+ONCE = {"update", "comparison, failing", "checks.standard", "scan"}
+"""What takes so many steps that it is measured once. *step* and *run* warm up."""
 
 HEAD = """# What a test costs
 
 Command: `python benchmarks/costs.py`. Machine: {cores} cores, torch {torch}, float32 on the CPU. The rows are bare
-steps (forward and backward) of the same model, where nothing else is said: the median of three rounds,
-*checks.standard* and *scan* once. *comparison* and *update* have a `run` in them. *base* is a run of pytest with
-`--modelprobe-base` and all tests run on both sides, in runs without. Peaks are of a process that does nothing else, in
-peaks of one with a bare step.
+steps (forward and backward) of the same model, where nothing else is said: the median of three rounds, *update*,
+*comparison, failing*, *checks.standard* and *scan* once. *comparison* and *update* have a `run` in them. *base* is a
+run of pytest with `--modelprobe-base` and all tests run on both sides, in runs without. Peaks are of a process that
+does nothing else, in peaks of one with a bare step.
 
 """
 
@@ -182,7 +182,7 @@ def measured(title: str) -> dict[str, float]:
         folder, seconds = Path(name), dict[str, list[float]]()
         for turn in range(-1, ROUNDS):
             for use, job in uses(title, folder).items():
-                if use in ONCE and turn != 0:
+                if use in ONCE if turn > 0 else turn < 0 and use not in ("step", "run"):
                     continue
                 start = time.perf_counter()
                 job()
@@ -274,8 +274,11 @@ def page(columns: dict[str, dict[str, float]]) -> str:
 
 if __name__ == "__main__":
     chosen = [title for title in MODELS if not sys.argv[1:] or title.startswith(tuple(sys.argv[1:]))]
-    text = page({f"{title}, {n} thread{'s' * (n > 1)}": column(title, n) for n in (1, 2) for title in chosen})
-    if sys.argv[1:]:
-        print(text)
-    else:
-        PAGE.write_text(text)
+    columns: dict[str, dict[str, float]] = {}
+    for threads in (1, 2):
+        for title in chosen:
+            columns[f"{title}, {threads} thread{'s' * (threads > 1)}"] = column(title, threads)
+            if sys.argv[1:]:
+                print(page(columns))
+            else:
+                PAGE.write_text(page(columns))
