@@ -571,6 +571,7 @@ def report(results: dict[str, Any]) -> str:
             f"on a machine whose Python takes {n['a million additions, ms']:.0f} ms for a loop of a million additions.",
             "",
             *_passing_lines(results.get("passing", {})),
+            "What each use costs a whole test, beside stored outputs: [COSTS.md](COSTS.md).",
             "What shows that snapshots and checks find what they say: [evidence](../evidence/README.md).",
             "Records of up to 1,024 ranks: [RANKS.md](RANKS.md).",
             "What a watched step of small public models costs: [PUBLIC.md](PUBLIC.md).",
