@@ -65,7 +65,8 @@ def same_function(
 
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
-    >>> model, x = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)), probe.randn(4, 3)
+    >>> model = probe.build(lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)))
+    >>> x = probe.randn(4, 3)
     >>> def into_one(model):
     ...     one, two = model
     ...     one.bias.data = two.weight @ one.bias
