@@ -210,7 +210,8 @@ def _with_evidence_if_differing(there: Written, here: Written) -> Written:
         is_narrow(there.record) or not compare_records(here.record, there.record).same
     )
     if differs:
-        return _with_evidence(there, differing=_differing(there, here, there.record.layers))
+        layers = [*there.record.layers]
+        return _with_evidence(there, differing=_differing(there, here, layers) or layers)
     # A zero may hide what a layer computes otherwise.
     hidden = [] if there.record.live_run is None else layers_behind_zeros(there.record)
     layers = _differing(there, here, hidden)
@@ -238,7 +239,7 @@ def _with_evidence_like(here: Written, there: Written) -> Written:
         record = live_run.isolated(record, like=found.expected, names=found.names_before, only=there.only or None)
         if not live_run.repeats(here.record):
             record = dataclasses.replace(record, noise="not repeatable")
-    differing = there.only or _differing(here, there, record.layers)
+    differing = there.only or _differing(here, there, record.layers) or [*record.layers]
     return here.replaced(record, evidence=True, explained=explained("record", record, differing, found))
 
 

@@ -231,14 +231,16 @@ _AGREE = 2.0
 """Two repeats agree if the tolerance by the larger change is no more than so many times that by the other."""
 
 
-def is_bounded(changes: Sequence[float]) -> bool:
+def is_bounded(changes: Sequence[float], *, digest: str | None = None) -> bool:
     """Whether further repeats would tell nothing: the changes in those before are small, or the two largest agree.
+
+    Integers and bools, which have a digest, change in steps, and take two.
 
     >>> is_bounded([1e-7]), is_bounded([2e-5]), is_bounded([2e-5, 3e-5]), is_bounded([2e-5, 1e-3]), is_bounded([3, 90])
     (True, False, True, False, True)
     """
     *_, second, largest = (0.0, 0.0, *sorted(min(change, _WHOLE) for change in changes))
-    return bool(changes) and largest + _COVERED <= _AGREE * (second + _COVERED)
+    return len(changes) > (digest is not None) and largest + _COVERED <= _AGREE * (second + _COVERED)
 
 
 def is_noise_bounded(base: Record, repeats: Sequence[Record], *, far: bool) -> bool:
@@ -248,7 +250,7 @@ def is_noise_bounded(base: Record, repeats: Sequence[Record], *, far: bool) -> b
         if _is_far(key, reading) == far:
             changes = [relative_change(reading, repeat.get(key)) for repeat in again]
             known = [c for c in changes if c is not None]
-            if known and not is_bounded(known):
+            if known and not is_bounded(known, digest=reading.digest):
                 return False
     return True
 

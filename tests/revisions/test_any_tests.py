@@ -257,6 +257,14 @@ def test_a_test_that_makes_no_module_of_the_class_that_differs_does_not_run_ther
             def forward(self, x):
                 return self.act(x)
 
+        class Scale(nn.Module):
+            def forward(self, x):
+                return 2 * x
+
+        class Borrowing(nn.Module):
+            def forward(self, x):
+                return Scale.forward(self, x)
+
         @functools.cache
         def kept():
             return Block("tanh")
@@ -266,7 +274,10 @@ def test_a_test_that_makes_no_module_of_the_class_that_differs_does_not_run_ther
         "tests/test_zoo.py",
         """
         import torch
-        from zoo import Block, kept
+        from zoo import Block, Borrowing, kept
+
+        def test_borrowing():
+            Borrowing()(torch.randn(4))
 
         def test_tanh():
             Block("tanh")(torch.randn(4))
@@ -283,10 +294,11 @@ def test_a_test_that_makes_no_module_of_the_class_that_differs_does_not_run_ther
     )
     plain.commit("blocks")
     plain.replace("src/zoo.py", "x.tanh()", "1.1 * x.tanh()")
+    plain.replace("src/zoo.py", "return 2 * x", "return 3 * x")
     said = text_of(plain.run("--modelprobe-base=HEAD", "tests/test_zoo.py", "-k", "test_tanh or test_relu"))
     assert "1 test ran 1 model of 1 class: 1 changed; 1 test not run again, for nothing that they use differs" in said
     said = text_of(plain.run("--modelprobe-base=HEAD", "tests/test_zoo.py"))
-    assert "3 tests ran 3 models of 1 class: 2 changed, 1 the same\n" in said
+    assert "4 tests ran 4 models of 2 classes: 3 changed, 1 the same\n" in said
 
 
 @by_use

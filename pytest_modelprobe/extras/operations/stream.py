@@ -85,6 +85,8 @@ class _Notes:
             name = f"{operation.name}{_arguments(func, args, kwargs)}"
             called = replace(operation, name=name, location=self.location or operation.location)
             self._noted.append((operation.name, called, len(given), len(made)))
+            for tensor in (one for one in made if any(one is other for other in given)):
+                self._read.pop(tensor, None)  # below dispatch its version is raised later
             self._note(made)
         else:
             del self._known[start:]

@@ -21,11 +21,12 @@ class MadeModules:
         self._of_tests: dict[str, set[type]] = {}
         self._now = self._shared
         self._in_tests: list[weakref.ref[Any]] = []
-        """The modules that tests made. Those that outlive all tests may be used by any."""
+        """The modules that the test made. Those that outlive it may be used by others."""
+        self._looks = False
 
     def of_test(self, test: str) -> set[type] | None:
         """Return the classes of modules that a test may use, after all tests; `None` if they are not known."""
-        if "torch" not in sys.modules or test not in self._of_tests:
+        if not self._looks or test not in self._of_tests:
             return None
         return self._of_tests[test] | self._shared
 
@@ -38,6 +39,7 @@ class MadeModules:
 
         self._shared |= {type(one) for one in gc.get_objects() if issubclass(type(one), nn.Module)}
         made = {name: getattr(nn.Module, name) for name in ("__init__", "__setstate__")}
+        self._looks = True
         try:
             for name, function in made.items():
                 setattr(nn.Module, name, self._noting(function))
@@ -45,12 +47,10 @@ class MadeModules:
         finally:
             for name, function in made.items():
                 setattr(nn.Module, name, function)
-            gc.collect()
-            self._shared |= {type(one) for ref in self._in_tests if (one := ref()) is not None}
 
     def _noting(self, function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def noting(module: Any, *args: Any, **kwargs: Any) -> None:
+        def noting(module: Any, /, *args: Any, **kwargs: Any) -> None:
             self._now.add(type(module))
             if self._now is not self._shared:
                 self._in_tests.append(weakref.ref(module))
@@ -66,6 +66,8 @@ class MadeModules:
             return (yield)
         finally:
             self._now = self._shared
+            self._shared |= {type(one) for ref in self._in_tests if (one := ref()) is not None}
+            self._in_tests.clear()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:

@@ -51,6 +51,8 @@ class Use:
         """Whether what differs is more than methods of a class of modules of which a test makes none."""
         if f"{METHODS}{name}" not in self._differing[file] or "torch" not in sys.modules:
             return True
+        if name in self._definitions.asked or self._definitions.puts_classes:
+            return True
         cls = getattr(sys.modules.get(self._modules.get(file, "")), name, None)
         if not isinstance(cls, type) or not issubclass(cls, sys.modules["torch"].nn.Module):
             return True

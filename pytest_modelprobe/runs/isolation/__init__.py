@@ -135,7 +135,7 @@ def isolate_repeatedly(
             if not wanted:
                 taken.append({})
                 continue
-            session = Session(found, traced, wanted, options, before, perturb, of, draws)
+            session = Session(found, traced, calls, options, before, perturb, of, draws)
             responses: dict[Key, IsolatedResponse] = {}
             with settings_preserved(), session, progress("isolated call", len(wanted)) as shown:
                 for call in shown(wanted):
@@ -157,7 +157,7 @@ def _is_bounded(
     for where, reading in _readings(known[key]).items():
         if reading is not None and bool(where) == (of == "outputs"):
             changes = [relative_change(reading, one.get(where)) for one in again]
-            if not is_bounded([c for c in changes if c is not None] or [0.0]):
+            if not is_bounded([c for c in changes if c is not None] or [0.0], digest=reading.digest):
                 return False
     return True
 

@@ -237,8 +237,13 @@ class Session:
         perturb, dtype = self.perturb, widened(dtype)
         if perturb is None or not kind.startswith(("2^", "near")):
             return synthetic(kind, shape, name, dtype, draws=self.draws)
-        if kind.startswith("2^") and dtype == torch.float32 and perturb is not in_float64:
-            # What is drawn is less than what is made of it.
+        if (
+            kind.startswith("2^")
+            and not kind.endswith(" to 1")
+            and dtype == torch.float32
+            and perturb is not in_float64
+        ):
+            # What is drawn is less than what is made of it. What is above 1 would be cut off with its perturbation.
             early = functools.partial(self.draws, perturb=lambda drawn: perturb(drawn, name, terms))
             return synthetic(kind, shape, name, dtype, draws=early)
         return perturb(synthetic(kind, shape, name, dtype, draws=self.draws), name, terms)
