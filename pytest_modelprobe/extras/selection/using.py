@@ -28,6 +28,7 @@ class Use:
         self._differing = differing
         self._definitions = Definitions(files, differing)
         self._modules = {file: name for file, name, _ in files}
+        self._files = {name: file for file, name, _ in files}
 
     def of_test(
         self, test: str, file: Path, found: set[Path], whole: Collection[Path], made: Collection[type] | None
@@ -56,8 +57,9 @@ class Use:
         cls = getattr(sys.modules.get(self._modules.get(file, "")), name, None)
         if not isinstance(cls, type) or not issubclass(cls, sys.modules["torch"].nn.Module):
             return True
-        # By name, because a file may be imported under two names.
-        return any(base.__qualname__ == name for one in made for base in one.__mro__)
+        # By name and file, because a file may be imported under two names.
+        bases = (base for one in made for base in one.__mro__ if base.__qualname__ == name)
+        return any(self._files.get(base.__module__) == file for base in bases)
 
     def _importers(self, found: set[Path], of: Iterable[Path]) -> set[Path]:
         """Return the files whose new imports are why some files are imported that may do more than bind names."""
