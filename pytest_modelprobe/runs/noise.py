@@ -248,8 +248,7 @@ def is_noise_bounded(base: Record, repeats: Sequence[Record], *, far: bool) -> b
     again = [readings(repeat) for repeat in repeats]
     for key, reading in readings(base).items():
         if _is_far(key, reading) == far:
-            changes = [relative_change(reading, repeat.get(key)) for repeat in again]
-            known = [c for c in changes if c is not None]
+            known = known_changes(reading, (repeat.get(key) for repeat in again))
             if known and not is_bounded(known, digest=reading.digest):
                 return False
     return True
@@ -276,8 +275,7 @@ def with_noise(base: Record, near: Sequence[Record], far: Sequence[Record] = ())
 
     def measured(key: Key, reading: Reading) -> Reading:
         repeats = far_readings if _is_far(key, reading) else near_readings
-        changes = [relative_change(reading, repeat.get(key)) for repeat in repeats]
-        known = [c for c in changes if c is not None]
+        known = known_changes(reading, (repeat.get(key) for repeat in repeats))
         return dataclasses.replace(reading, noise=max(known)) if known else reading
 
     return dataclasses.replace(_mapped(base, measured), noise="measured")
@@ -292,6 +290,11 @@ def with_nondeterminism(base: Record, repeats: Sequence[Record]) -> Record:
         return dataclasses.replace(reading, noise=noise) if noise else reading
 
     return dataclasses.replace(_mapped(base, measured), noise="not repeatable")
+
+
+def known_changes(reading: Reading, repeats: Iterable[Reading | None]) -> list[float]:
+    """Return the `relative_change` of a reading in each of some repeats, where it is known."""
+    return [change for one in repeats if (change := relative_change(reading, one)) is not None]
 
 
 def relative_change(reading: Reading, other: Reading | None) -> float | None:

@@ -178,12 +178,6 @@ def _stores(statement: ast.stmt) -> bool:
     return any(isinstance(place.ctx, ast.Store) for place in places)
 
 
-def _stored(statement: ast.stmt) -> set[str]:
-    """Return the attributes that a statement assigns to."""
-    places = (one for one in ast.walk(statement) if isinstance(one, ast.Attribute))
-    return {place.attr for place in places if isinstance(place.ctx, ast.Store)}
-
-
 def _path(node: ast.expr) -> list[str]:
     """Return the names of a name with dots; the first is empty if it begins with something else."""
     return [*_path(node.value), node.attr] if isinstance(node, ast.Attribute) else [getattr(node, "id", "")]
@@ -341,17 +335,19 @@ class Definitions:
         return found
 
     @functools.cached_property
+    def _attributes(self) -> list[ast.Attribute]:
+        nodes = (node for file in self._packages for _, part in self._file(file).bound for node in ast.walk(part))
+        return [node for node in nodes if isinstance(node, ast.Attribute)]
+
+    @functools.cached_property
     def asked(self) -> set[str]:
         """The names of which some file takes an attribute, as of a class whose method it calls with another object."""
-        nodes = [node for file in self._packages for _, part in self._file(file).bound for node in ast.walk(part)]
-        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-        return {_path(node.value)[-1] for node in attributes}
+        return {_path(node.value)[-1] for node in self._attributes}
 
     @functools.cached_property
     def puts_classes(self) -> bool:
         """Whether some file gives an object another class."""
-        files = [self._file(file) for file in self._packages]
-        return any("__class__" in _stored(part) for file in files for _, part in file.bound)
+        return any(node.attr == "__class__" and isinstance(node.ctx, ast.Store) for node in self._attributes)
 
     def acts(self, file: Path) -> bool:
         """Whether the import of a file may do more than bind names."""

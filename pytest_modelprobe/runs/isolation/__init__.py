@@ -31,7 +31,7 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROUNDING_OF_RESPONSES, IsolatedResponse, Reading
-from pytest_modelprobe.runs.noise import is_bounded, relative_change
+from pytest_modelprobe.runs.noise import is_bounded, known_changes, relative_change
 
 from .calls import CallObserver, IsolationOptions, Key, Part, Perturb, Repeat, Session, Within, in_float64
 from .contexts import StateBefore, without_hooks
@@ -156,8 +156,8 @@ def _is_bounded(
         return False
     for where, reading in _readings(known[key]).items():
         if reading is not None and bool(where) == (of == "outputs"):
-            changes = [relative_change(reading, one.get(where)) for one in again]
-            if not is_bounded([c for c in changes if c is not None] or [0.0], digest=reading.digest):
+            changes = known_changes(reading, (one.get(where) for one in again))
+            if not is_bounded(changes or [0.0], digest=reading.digest):
                 return False
     return True
 
@@ -199,12 +199,11 @@ def noisy(
         others = [_readings(repeat[key]) for repeat in repeats if key in repeat]
         measured = dict(now)
         for where, reading in now.items():
-            changes = [relative_change(reading, other.get(where)) for other in others] if reading else []
+            changes = known_changes(reading, (other.get(where) for other in others)) if reading else []
             if reading and (other := precise.get(where)):
                 changes.append(min(relative_change(reading, other) or 0.0, ROUNDING_OF_RESPONSES))
-            known = [change for change in changes if change is not None]
-            if reading and known:
-                measured[where] = dataclasses.replace(reading, noise=max(known))
+            if reading and changes:
+                measured[where] = dataclasses.replace(reading, noise=max(changes))
         handed = tuple(dataclasses.replace(h, reading=measured[h.where]) for h in response.handed)
         found[key] = dataclasses.replace(response, handed=handed, gradient=measured[""])
     return found
