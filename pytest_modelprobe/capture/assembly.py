@@ -233,7 +233,7 @@ class _Builder:
         self.whole: dict[tuple[int, int], Reduction] = {}
         """Of a tensor of which some places have a part: its gradient where it is whole."""
         self._find_layouts()
-        self.sources = _Sources(self)
+        self.sources = _Sources(self.calls, self.readings)
 
     def layers(self) -> dict[str, Layer]:
         """Return the selected layers in the model's order, each functional one after the layer that called it."""
@@ -408,15 +408,17 @@ class _Builder:
 class _Sources:
     """The recorded output that an input comes from: the same tensor, or a copy in another layout."""
 
-    def __init__(self, builder: _Builder) -> None:
-        self._builder = builder
+    def __init__(
+        self, observed: Mapping[str, list[tuple[ForwardKind, CallObservation]]], readings: Mapping[int, Reading]
+    ) -> None:
+        self._readings = readings
         self._made: dict[Hashable, list[tuple[int, str, Reading]]] = {}
-        calls = ((kind, call) for calls in builder.calls.values() for kind, call in calls)
+        calls = ((kind, call) for calls in observed.values() for kind, call in calls)
         for kind, call in sorted(calls, key=lambda pair: pair[1].finished):  # innermost first
-            for path, seen in call.outputs:
-                reading = builder.reading(seen.forward)
+            for path, output in call.outputs:
+                reading = readings[id(output.forward)]
                 made = call.finished, address(call.layer, call, path), reading
-                self._made.setdefault(seen.number, []).append(made)
+                self._made.setdefault(output.number, []).append(made)
                 self._made.setdefault((kind, _numbers(reading)), []).append(made)
 
     def of(self, kind: ForwardKind, call: CallObservation, seen: TensorObservation) -> str | None:
@@ -424,7 +426,7 @@ class _Sources:
         for finished, where, _ in self._made.get(seen.number, ()):
             if finished < call.started:
                 return where
-        reading = self._builder.reading(seen.forward)
+        reading = self._readings[id(seen.forward)]
         numbers = _numbers(reading)
         for finished, where, made in self._made.get((kind, numbers), ()):
             a, b = reading.fingerprint, made.fingerprint

@@ -233,26 +233,31 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     >>> map_tensors(lambda t: t + 1, [torch.zeros(1), {"n": 3}])
     [tensor([1.]), {'n': 3}]
     """
-    # By id. The value itself is kept beside its result: as long as it lives, no other object gets its id.
-    done: dict[int, tuple[Any, Any]] = {}
     __tracebackhide__ = True
+    return _mapped(function, value, {})
 
-    def visit(value: Any) -> Any:
-        __tracebackhide__ = True
-        if id(value) in done:
-            return done[id(value)][1]
-        if isinstance(value, torch.Tensor):
-            done[id(value)] = value, function(value)
-            return done[id(value)][1]
-        parts = _settable(value)
-        if parts is None:
-            return value
-        done[id(value)] = value, value  # it may contain itself
-        changed = {key: visit(part) for key, part in parts}
-        done[id(value)] = value, _rebuilt(value, changed)
+
+def _mapped(function: Callable[[torch.Tensor], Any], value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    """Return what `map_tensors` does.
+
+    Args:
+        function: Applied to each tensor.
+        value: The value.
+        done: Values with their results, by id. As long as a value lives, no other object gets its id.
+    """
+    __tracebackhide__ = True
+    if id(value) in done:
         return done[id(value)][1]
-
-    return visit(value)
+    if isinstance(value, torch.Tensor):
+        done[id(value)] = value, function(value)
+        return done[id(value)][1]
+    parts = _settable(value)
+    if parts is None:
+        return value
+    done[id(value)] = value, value  # it may contain itself
+    changed = {key: _mapped(function, part, done) for key, part in parts}
+    done[id(value)] = value, _rebuilt(value, changed)
+    return done[id(value)][1]
 
 
 def _settable(value: Any) -> Iterator[tuple[Any, Any]] | None:

@@ -15,8 +15,9 @@ import random
 import sys
 import types
 import warnings
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -223,7 +224,7 @@ _PROCESS = frozenset({"asyncio", "concurrent", "io", "logging", "multiprocessing
 own while it runs."""
 
 
-def preserved(model: nn.Module, *, values: bool = True) -> ModelState:
+def preserved(model: nn.Module, *, values: bool = True, unwritten: Iterable[torch.Tensor] = ()) -> ModelState:
     """Return a `with` block that restores `model` at its end, also after an exception. See `ModelState`.
 
     >>> model = nn.BatchNorm1d(3)
@@ -234,7 +235,7 @@ def preserved(model: nn.Module, *, values: bool = True) -> ModelState:
     >>> int(model.num_batches_tracked), model.weight.dtype
     (0, torch.float32)
     """
-    return ModelState(model, values=values)
+    return ModelState(model, values=values, unwritten=unwritten)
 
 
 def has_lazy(module: nn.Module) -> bool:
@@ -274,19 +275,28 @@ class ModelState:
         model: The model. The memory of its tensors is copied once.
         values: Whether to copy the memory of tensors and put their bits back. A forward that cannot change any, such as
             one on fake tensors, does not need it.
+        unwritten: Tensors whose memory is not copied, because nothing writes to it meanwhile.
         generators: Whether to put back the model's own random generators. If False, what depends on them is different
             when the model runs again.
     """
 
-    def __init__(self, model: nn.Module, *, values: bool = True, generators: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        values: bool = True,
+        unwritten: Iterable[torch.Tensor] = (),
+        generators: bool = True,
+    ) -> None:
         self.notes: list[str] = []
         """What cannot be put back, in sentences."""
         self._values, self._with_generators = values, generators
+        self._unwritten = {*map(id, unwritten)}
         self._draws: list[_Action] = []
         self._blocks: list[tuple[held, Settings]] = []
         self._known: set[int] = set()
         self._restores: list[_Action] = []
-        self._memory: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # with the bytes, by address
+        self._storages: dict[int, torch.UntypedStorage] = {}  # by address
         self._late: list[_Action] = []  # hooks, which are put back after all attributes
         self._types: dict[type, tuple[bool, bool]] = {}  # whether values are saved, and whether by their attributes
         self._found: deque[tuple[str, Any]] = deque()
@@ -306,6 +316,8 @@ class ModelState:
                 "in the attributes of the model were looked at"
             )
             self._found.clear()
+        with _modes_off():
+            self._copies = _Copies(self._storages.values())
 
     def __enter__(self) -> ModelState:
         block = held()
@@ -333,7 +345,7 @@ class ModelState:
                 restore()
             # Bytes that did not change may be read-only, and their version counter must not move. Each device is waited
             # for once.
-            memory, flags = [*self._memory.values()], []
+            memory, flags = [*zip(self._storages.values(), self._copies.bytes, strict=True)], []
             for storage, before in memory:
                 if storage.nbytes() != before.numel():
                     storage.resize_(before.numel())
@@ -419,8 +431,8 @@ class ModelState:
         self._save_attributes(name, tensor)
         if has_dense_storage(tensor):
             storage = tensor.untyped_storage()
-            if self._values and storage_key(storage) not in self._memory:
-                self._memory[storage_key(storage)] = storage, as_bytes(storage).clone()
+            if self._values and id(tensor) not in self._unwritten:
+                self._storages.setdefault(storage_key(storage), storage)
         elif self._values and not (inner or tensor.is_meta):
             self.notes.append(f"{name} has no dense memory that holds its elements: they stay as a forward leaves them")
 
@@ -456,6 +468,45 @@ class ModelState:
             )
             self._types[kind] = of_models or issubclass(kind, _KINDS), of_models
         return self._types[kind]
+
+
+# --- copies of memory -------------------------------------------------------------------------------------------------
+
+_ALIGNED = 64
+"""Bytes to a multiple of which each copy begins."""
+
+_MOST_SPARE = 1 << 30
+"""Bytes of memory that are kept for later states."""
+
+_spare: list[tuple[torch.Tensor, weakref.ref[_Copies]]] = []
+"""Memory of states, which may have ended, each with what uses it."""
+
+
+class _Copies:
+    """Copies of storages. Those on the CPU are in one piece of memory, which a later state uses again.
+
+    The system takes longer to hand out new memory than the copy takes.
+    """
+
+    def __init__(self, storages: Collection[torch.UntypedStorage]) -> None:
+        sizes = [-(-one.nbytes() // _ALIGNED) * _ALIGNED if one.device.type == "cpu" else 0 for one in storages]
+        whole = self._piece_of(sum(sizes))
+        self.bytes = []
+        for storage, size, part in zip(storages, sizes, whole.split(sizes), strict=True):
+            there = as_bytes(storage)
+            self.bytes.append(part[: len(there)].copy_(there) if size else there.clone())
+
+    def _piece_of(self, size: int) -> torch.Tensor:
+        for number, (piece, user) in enumerate(_spare):
+            if user() is None and len(piece) >= size:
+                _spare[number] = piece, weakref.ref(self)
+                return piece[:size]
+        _spare[:] = [(piece, user) for piece, user in _spare if user() is not None]
+        with torch.inference_mode(False):
+            piece = torch.empty(size, dtype=torch.uint8)
+        if size + sum(len(other) for other, _ in _spare) <= _MOST_SPARE:
+            _spare.append((piece, weakref.ref(self)))
+        return piece
 
 
 # --- what puts one thing back -----------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from pytest_modelprobe.models import (
     detached_copy,
     flatten,
     flatten_call,
+    has_dense_storage,
     map_tensors,
     preserved,
     seeding,
@@ -67,6 +68,7 @@ from .isolation import (
     in_float64,
     isolate_repeatedly,
     noisy,
+    with_known_noise,
 )
 from .loss import Loss, NoGradientError, detaching_call, loss_of
 from .noise import InFloat32
@@ -278,17 +280,21 @@ class Run:
         # layer.
         first: dict[tuple[object, ...], Key] = {}
         alike = {key: first.setdefault((record.layers[key[0]].type, repr(r)), key) for key, r in responses.items()}
-        distinct = {key: responses[key] for key in first.values()}
-        request = IsolationRequest(record, only={layer for layer, _ in distinct})
-        alone: list[Repeat] = [(move.in_place, "outputs") for move in near]
-        alone += [(move.in_place, "gradients") for move in far if self.loss is not None]
-        exactly: list[Repeat] = [(in_float64, "all")] if self._is_exact else []
-        taken = self._isolate(record, request, [*alone, *exactly], start, each, distinct)
-        exact = taken.pop() if exactly else {}
-        found = noisy(distinct, taken[:_REPEATS], exact)
-        if self.loss is not None:
-            again = noisy(distinct, taken[_REPEATS:], exact)
-            found = {key: dataclasses.replace(found[key], gradient=again[key].gradient) for key in found}
+        modules, found = Layers(self.model).modules, {}
+        for key in first.values():
+            if (known := with_known_noise(responses[key], modules[key[0]])) is not None:
+                found[key] = known
+        distinct = {key: responses[key] for key in first.values() if key not in found}
+        if distinct:
+            request = IsolationRequest(record, only={layer for layer, _ in distinct})
+            alone: list[Repeat] = [(move.in_place, "outputs") for move in near]
+            alone += [(move.in_place, "gradients") for move in far if self.loss is not None]
+            exactly: list[Repeat] = [(in_float64, "all")] if self._is_exact else []
+            taken = self._isolate(record, request, [*alone, *exactly], start, each, distinct)
+            exact = taken.pop() if exactly else {}
+            measured = noisy(distinct, taken[:_REPEATS], exact)
+            again = noisy(distinct, taken[_REPEATS:], exact) if self.loss is not None else measured
+            found |= {key: dataclasses.replace(one, gradient=again[key].gradient) for key, one in measured.items()}
         return {key: found[alike[key]] for key in responses}
 
     @property
@@ -329,24 +335,29 @@ class Run:
         if model is None:
             yield _Start("the model is gone: keep it in a variable until the record is compared")
             return
-        with preserved(model) as state:
-            start = _Start(state=state)
-            same = self._settings == self._settings_now()
-            if same and record is not None:
-                with self._prepared(start=start):
-                    start.parameters = read_parameters(Layers(model), modules_of(record))
-                # They are compared by their readings, because ``.data`` changes no version.
-                reduced = {id(one.reduced): one.reduced for one in start.parameters.values()}
-                found = dict(zip(reduced, statistics.collect(list(reduced.values())), strict=True))
-                now = {name: found[id(one.reduced)] for name, one in start.parameters.items()}
-                same = now == {
-                    qualified(layer.name, one.name): one.reading
-                    for layer in record.layers.values()
-                    for one in (*layer.parameters, *layer.buffers)
-                }
-            if not same:
-                start.obstacle = "the model or an input was changed after the run: compare the record before that"
-            yield start
+        start = _Start(state=ModelState(model, unwritten=_gradients(model)))
+        same = self._settings == self._settings_now()
+        if same and record is not None:
+            with self._prepared(start=start) if self._is_elsewhere else nullcontext():
+                start.parameters = read_parameters(Layers(model), modules_of(record))
+            # They are compared by their readings, because ``.data`` changes no version.
+            reduced = {id(one.reduced): one.reduced for one in start.parameters.values()}
+            found = dict(zip(reduced, statistics.collect(list(reduced.values())), strict=True))
+            now = {name: found[id(one.reduced)] for name, one in start.parameters.items()}
+            same = now == {
+                qualified(layer.name, one.name): one.reading
+                for layer in record.layers.values()
+                for one in (*layer.parameters, *layer.buffers)
+            }
+        if not same:
+            start.obstacle = "the model or an input was changed after the run: compare the record before that"
+        yield start
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether a parameter is on another device than that of the run."""
+        some = nn.Module.parameters(self.model)
+        return any(not (p.is_meta or is_same_device(p.device, self.device)) for p in some)
 
     def _settings_now(self) -> list[Any]:
         """Return all that determines the run, except the contents of parameters and buffers."""
@@ -414,7 +425,9 @@ class Run:
             capture.set_attributes.update()  # once more, because a hook of the backward may set some too
             loss = getattr(self.loss, "__name__", type(self.loss).__name__) if callable(self.loss) else self.loss
             record = assemble(capture, seed=self.seed, loss=loss, before=capture.parameters)
-        return record, capture.kept
+        kept = capture.kept
+        vars(capture).clear()  # its parts refer to each other, and all that they hold would stay for long
+        return record, kept
 
     @contextmanager
     def _prepared(self, repeat: int = 0, *, start: _Start | None = None) -> Iterator[ModelState]:
@@ -427,7 +440,8 @@ class Run:
         __tracebackhide__ = True
         with ExitStack() as contexts:
             kept = None if start is None else start.state
-            state = contexts.enter_context(preserved(self.model) if kept is None else kept)
+            kept = kept or preserved(self.model, unwritten=_gradients(self.model))
+            state = contexts.enter_context(kept)
             # A run restores the model's own generators, so repeats would begin alike, and a run that draws from them
             # would pass for repeatable.
             for _ in range(repeat):
@@ -438,7 +452,7 @@ class Run:
                 contexts.enter_context(torch.autocast(*autocast))
             if self.mode is not None:
                 self.model.train(self.mode == "train")
-            if any(not (p.is_meta or is_same_device(p.device, self.device)) for p in nn.Module.parameters(self.model)):
+            if self._is_elsewhere:
                 self.model.to(self.device)
             for parameter in nn.Module.parameters(self.model):
                 parameter.grad = None
@@ -484,6 +498,15 @@ class Run:
             if move is not None:
                 move.gradients(tensor for _, tensor in flatten("output", output).tensors)
             return loss_of(output, self.loss, seed=self.seed)
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients of parameters that are in memory of their own, not in the bucket of a distributed model.
+
+    A run sets them to `None`, and so writes to none of them.
+    """
+    found = [p.grad for p in nn.Module.parameters(model) if p.is_leaf]
+    return [g for g in found if has_dense_storage(g) and g.untyped_storage().nbytes() == g.nbytes]
 
 
 def is_same_device(a: torch.device, b: torch.device) -> bool:

@@ -186,6 +186,30 @@ def test_memory_that_did_not_change_is_not_written(tmp_path):
     assert model.table.tolist() == list(range(8))
 
 
+def test_a_state_within_another_has_memory_of_its_own():
+    model = nn.Linear(3, 3)
+    values = []
+    for value in (1.0, 2.0, 3.0):  # the third takes the memory of one that ended
+        with torch.no_grad():
+            model.weight.fill_(value)
+        with preserved(model), torch.no_grad():
+            model.weight.fill_(value + 10)
+            with preserved(model):
+                model.weight.zero_()
+            values.append(model.weight[0, 0].item())
+        values.append(model.weight[0, 0].item())
+    assert values == [11.0, 1.0, 12.0, 2.0, 13.0, 3.0]
+
+
+def test_what_nothing_writes_to_is_not_copied():
+    model = nn.Linear(3, 3)
+    with preserved(model, unwritten=[model.bias]), torch.no_grad():
+        model.weight.fill_(5)
+        model.bias.fill_(5)
+    assert not (model.weight == 5).any()
+    assert (model.bias == 5).all()
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_on_cuda_that_changed_is_put_back_and_no_other():

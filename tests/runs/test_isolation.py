@@ -31,8 +31,9 @@ from pytest_modelprobe.runs.isolation import (
     kind_of,
     noisy,
     synthetic,
+    with_known_noise,
 )
-from pytest_modelprobe.runs.noise import Perturbation, relative_change
+from pytest_modelprobe.runs.noise import ROUNDING, Perturbation, relative_change
 
 Responses = dict[Key, IsolatedResponse]
 
@@ -616,6 +617,55 @@ def test_masks_and_integers_are_not_perturbed() -> None:
     model = Code(lambda s, x, mask, index: (x + mask)[index])
     isolate(model, lambda: model(torch.randn(2), torch.tensor([0.0, -math.inf]), torch.tensor([1])), perturb=perturb)
     assert moved == ["input[0]"]
+
+
+class Growing(nn.Module):
+    """Writes to its weight in each call, as some quantizers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.5))
+        self.inside = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return self.inside(x) * self.weight
+
+
+def test_what_a_call_writes_to_its_weights_does_not_reach_a_layer_that_is_alike() -> None:
+    model = nn.Sequential(Growing(), Growing())
+    x = torch.ones(2, 4)
+    both = respond(model, x)
+    second = isolate(model, lambda: model(x), IsolationOptions(only={"1"}, gradient=True))
+    assert not changed({("1", 0): both["1", 0]}, second)
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (nn.Linear(64, 32), torch.randn(8, 64)),
+        (nn.Conv2d(16, 32, 3), torch.randn(2, 16, 8, 8)),
+        (nn.Embedding(100, 32), torch.tensor([3, 99, 0, 41])),
+        (nn.Identity(), torch.randn(8, 64)),
+    ],
+    ids=["linear", "convolution", "embedding", "identity"],
+)
+def test_the_noise_that_is_known_of_a_layer_is_the_measured_one(layer: nn.Module, inputs: torch.Tensor) -> None:
+    moves: list[tuple[Any, Any]] = [(None, "all")]
+    moves += [(Perturbation(f"repeat {i}", far=far).in_place, "all") for far in (False, True) for i in range(2)]
+    taken = isolate_repeatedly(layer, lambda: layer(inputs.clone()), moves, IsolationOptions(gradient=True))
+    key = ("(root)", 0)
+    known = with_known_noise(taken[0][key], layer)
+    assert known is not None
+    near, far = noisy(taken[0], taken[1:3])[key], noisy(taken[0], taken[3:])[key]
+    pairs = [(h.reading, m.reading) for h, m in zip(known.handed, near.handed, strict=True) if h.reading]
+    for now, then in [*pairs, (known.gradient, far.gradient)]:
+        assert now is not None
+        assert then is not None
+        assert now.noise is not None
+        assert (then.noise or 0.0) <= 1.5 * now.noise
+        assert now.noise <= 3 * (then.noise or 0.0) or now.noise == ROUNDING
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import logging
 import os
 import random
@@ -303,3 +304,36 @@ def test_a_generator_that_is_put_back_makes_no_run_repeatable() -> None:
     assert checks.deterministic.outcome(probe, model, x).verdict == "broken"
     assert torch.equal(generator.get_state(), before)
     assert probe.run(model, x).layers == record.layers
+
+
+def test_gradients_from_before_a_run_are_as_they_were_also_those_in_a_bucket_that_it_writes_to() -> None:
+    class Bucketed(nn.Linear):
+        """Writes its gradients into a bucket, of which its parameters have views, as distributed training does."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            bucket.fill_(7.0)
+            return super().forward(x)
+
+    bucket, model = torch.ones(12), Bucketed(3, 3)
+    model.weight.grad, model.bias.grad = bucket[:9].view(3, 3), torch.ones(3)
+    before = model.weight.grad, model.bias.grad
+    with ModelProbe() as probe:
+        probe.run(model, probe.randn(2, 3), loss="random")
+    assert model.weight.grad is before[0]
+    assert model.bias.grad is before[1]
+    assert bucket.tolist() == [1.0] * 12
+    assert before[1].tolist() == [1.0] * 3
+
+
+def test_a_run_leaves_nothing_to_the_garbage_collector() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+    with ModelProbe() as probe:
+        x = probe.randn(3, 4)
+        probe.run(model, x, loss="random")
+        gc.collect()
+        gc.disable()
+        try:
+            probe.run(model, x, loss="random")
+            assert gc.collect() == 0
+        finally:
+            gc.enable()

@@ -24,7 +24,7 @@ from pytest_modelprobe.statistics import (
     merge,
     reduce,
 )
-from pytest_modelprobe.statistics.operations import NO_ELEMENT, by_torch
+from pytest_modelprobe.statistics.operations import NO_ELEMENT, by_torch, on_cpu
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EIGHT_BITS = sorted((d for n, d in vars(torch).items() if n.startswith("float8_")), key=str)
@@ -569,3 +569,11 @@ def test_a_tensor_expanded_to_very_many_elements_is_counted_without_being_read_o
     assert many.fingerprint is None
     assert many.reason is not None
     assert many.reason.startswith("expanded")
+
+
+def test_a_counter_is_read_as_torch_reads_it():
+    for value in (0, 1, -3, 2**40):
+        counter = torch.tensor(value)
+        one, again, other = collect([reduce(counter), reduce(counter), on_cpu(by_torch(counter, None, 0), counter)])
+        assert one == again == other
+    assert collect([reduce(torch.tensor([1]))]) != collect([reduce(torch.tensor([2]))])

@@ -31,16 +31,17 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROUNDING_OF_RESPONSES, IsolatedResponse, Reading
-from pytest_modelprobe.runs.noise import is_bounded, known_changes, relative_change
+from pytest_modelprobe.runs.noise import ROUNDING, is_bounded, known_changes, noise_of_product, relative_change
 
-from .calls import CallObserver, IsolationOptions, Key, Part, Perturb, Repeat, Session, Within, in_float64
-from .contexts import StateBefore, without_hooks
+from .calls import CallObserver, IsolationOptions, Key, Part, Perturb, Repeat, Session, Within, in_float64, is_replaced
+from .contexts import StateBefore, is_product, without_hooks
 from .recipes import Draws, as_mask, fits, kind_of, synthetic
 from .tracing import CannotTellError, Tracer, reason_of
 
 __all__ = [
     "CallObserver", "CannotTellError", "IsolationOptions", "Key", "Perturb", "Repeat", "Within", "as_mask", "doubtful",
     "fits", "in_float64", "isolate", "isolate_repeatedly", "kind_of", "noisy", "reason_of", "synthetic",
+    "with_known_noise",
 ]  # fmt: skip
 
 _ALL_LAYERS = IsolationOptions()
@@ -123,7 +124,8 @@ def isolate_repeatedly(
         calls = [call for call in traced.finish() if call.alone]
         before.restore()
         # A single repeat is followed by no other, and the caller restores the model.
-        state = stack.enter_context(preserved(model)) if len(repeats) > 1 else None
+        replaced = filter(is_replaced, nn.Module.parameters(model))
+        state = stack.enter_context(preserved(model, unwritten=replaced)) if len(repeats) > 1 else None
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # which synthetic numbers cause
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(options.gradient))
@@ -175,6 +177,25 @@ def doubtful(responses: Mapping[Key, IsolatedResponse], expected: Mapping[Key, I
         return 0 < max(filter(None, changes), default=0.0) < _DOUBTFUL
 
     return {key[0] for key, response in responses.items() if differs(key, response)}
+
+
+def with_known_noise(response: IsolatedResponse, layer: nn.Module) -> IsolatedResponse | None:
+    """Return the response of a layer with its noise, or `None` if that has to be measured.
+
+    It is known of a layer that adds up products with its weight, and of one that computes nothing: it hands on what it
+    gets, or rows of its weight.
+    """
+    noise: tuple[float, float] | None = ROUNDING, ROUNDING
+    if type(layer) is not nn.Embedding and any(handed.reading for handed in response.handed):
+        noise = noise_of_product(layer.weight) if is_product(layer, layer.forward) else None  # type: ignore[arg-type]
+    if noise is None:
+        return None
+    handed = tuple(
+        dataclasses.replace(h, reading=h.reading and dataclasses.replace(h.reading, noise=noise[0]))
+        for h in response.handed
+    )
+    gradient = response.gradient and dataclasses.replace(response.gradient, noise=noise[1])
+    return dataclasses.replace(response, handed=handed, gradient=gradient)
 
 
 def noisy(

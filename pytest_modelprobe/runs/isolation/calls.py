@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,14 @@ from pytest_modelprobe.runs.noise import Widening, terms_of, widened
 from .contexts import (
     ATOMIC,
     StateBefore,
+    alias,
     attributes_restored,
     buffers_of,
     combined,
     fused_paths_disabled,
     is_equal,
     is_plain,
+    is_product,
     likeness,
     projected,
     weights_of,
@@ -133,6 +135,10 @@ class Session:
         self._weights: dict[int, nn.Parameter | Tensor] = {}
         self._made: dict[int, Hashable] = {}
         """What the synthetic weights were made from, by id."""
+        self._sources: dict[int, tuple[Any, ...]] = {}
+        """The arguments of `_drawn`, by id of the weight."""
+        self._shared: dict[tuple[Any, ...], Tensor] = {}
+        """The memory of weights, by these arguments. Blocks repeat, and with them the shapes of weights."""
         self._responses: dict[Hashable, IsolatedResponse] = {}
         """The responses, by the `likeness` of the calls."""
         # The weights that a call may use, even those of a layer inside that it does not call.
@@ -164,26 +170,23 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self._exit.close()
         self._weights.clear()
+        self._shared.clear()
 
     def response(self, call: TracedCall) -> IsolatedResponse:
         """Return the response of a call."""
         if call.reason is not None or call.inputs is None:
             return IsolatedResponse(reason=call.reason or "its inputs are not known")
         expected = self.options.expected.get((call.layer, call.index)) if call.parent is not None else None
-        like, stub = None, vars(call.module).get("forward")
-        if isinstance(stub, _ForwardStub):
-            given = expected and (dict(expected.arguments), [(v.path, v.shape, v.dtype) for v in expected.inputs])
-            like = likeness(call, stub.__wrapped__, self._made, given)
+        given = expected and (dict(expected.arguments), [(v.path, v.shape, v.dtype) for v in expected.inputs])
+        like = likeness(call, _own_forward(call.module), self._made, given)
         if like is not None:
             recipes = self.options.recipes.get((call.layer, call.index), {}), self.owned.get(call.layer, {})
             names = self.names.paths.get(call.layer, {})
             like = like, *(tuple(some.items()) for some in (*recipes, names))
         found = None if like is None else self._responses.get(like)
         if found is None:
-            versions = None if like is None else _versions(call.module)
             found = self._response_to(call, expected)
-            # If the call wrote to its weights, calls like it must write too, and so are not left out.
-            if like is not None and _versions(call.module) == versions:
+            if like is not None:
                 self._responses[like] = found
         return found
 
@@ -205,7 +208,7 @@ class Session:
     def _in_both_modes(self, alone: _IsolatedCall) -> IsolatedResponse:
         """Return the response in the mode of the run, and whether that in the other mode is different."""
         found, module = self._response(alone), alone.call.module
-        if self.perturb is not None or found.reason is not None:
+        if self.perturb is not None or found.reason is not None or is_product(module, _own_forward(module)):
             return found
         of, self.of = self.of, "outputs"
         module.training = not module.training
@@ -218,6 +221,7 @@ class Session:
 
     def _response(self, alone: _IsolatedCall) -> IsolatedResponse:
         self.current = alone
+        versions = [(weight, weight._version) for weight in nn.Module.parameters(alone.call.module)]
         try:
             with attributes_restored(alone.call.module), contextlib.ExitStack() as stack:
                 if wide := torch.float64 if self.perturb is in_float64 else self.traced.is_narrow and torch.float32:
@@ -229,6 +233,9 @@ class Session:
                 return alone.run()
         finally:
             self.current = None
+            for weight in (weight for weight, version in versions if weight._version != version):
+                if id(weight) in self._sources:  # layers that are alike have this memory too
+                    weight.detach().copy_(self._drawn(*self._sources[id(weight)]))
             for one in self.before.written(alone.call.module).values():
                 one.restore()
 
@@ -262,12 +269,8 @@ class Session:
             buffers = owner._buffers if isinstance(owner, BatchOrInstanceNorm) else {}
             for tensors in (owner._parameters, buffers):
                 for own, tensor in list(tensors.items()):
-                    if id(tensor) not in self._used or not has_dense_storage(tensor):
+                    if id(tensor) not in self._used or not is_replaced(tensor, integers=tensors is buffers):
                         continue
-                    if not (tensor.is_floating_point() or tensors is buffers):
-                        continue
-                    if type(tensor) not in (Tensor, nn.Parameter):
-                        continue  # a tensor subclass, such as a shard of a distributed tensor
                     name = f"{path}.{own}" if path else own
                     if id(tensor) not in self._weights:
                         role, wanted = self.path_before(layer, name), recipes.get(prefix + name, "")
@@ -278,17 +281,33 @@ class Session:
                     self._exit.callback(_put, owner, own, tensor)
                     _put(owner, own, weight)
 
+    def _drawn(
+        self,
+        kind: str,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        role: str,
+        terms: int,
+    ) -> Tensor:
+        drawn = self.synthetic(kind, shape, role, dtype, terms).to(device)
+        if drawn.stride() == stride:
+            return drawn
+        return torch.empty_strided(shape, stride, dtype=drawn.dtype, device=device).copy_(drawn)
+
     def _weight(self, owner: nn.Module, role: str, tensor: Tensor, wanted: str) -> Tensor:
         kind = wanted if fits(wanted, tensor.dtype) else kind_of(tensor, weight=True)
         kind = kind if tensor.is_floating_point() else "const 0"  # an integer is the number of batches of a norm
-        terms = terms_of(owner, tensor)
-        drawn = self.synthetic(kind, tensor.shape, role, tensor.dtype, terms).to(tensor.device)
-        weight: Any = drawn
-        if drawn.stride() != tensor.stride():
-            weight = torch.empty_strided(tensor.shape, tensor.stride(), dtype=drawn.dtype, device=tensor.device)
-            weight.copy_(drawn)
+        source = kind, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, role, terms_of(owner, tensor)
+        weight: Any
         if isinstance(tensor, nn.Parameter):
-            weight = nn.Parameter(weight, requires_grad=tensor.requires_grad)
+            if source not in self._shared:
+                self._shared[source] = self._drawn(*source)
+            weight = nn.Parameter(self._shared[source], requires_grad=tensor.requires_grad)
+            self._sources[id(weight)] = source
+        else:
+            weight = self._drawn(*source)
         vars(weight).update(vars(tensor))
         weight._modelprobe_kind = kind
         if all(map(is_plain, vars(tensor).values())):
@@ -297,8 +316,13 @@ class Session:
         return weight  # type: ignore[no-any-return]
 
 
-def _versions(module: nn.Module) -> list[int]:
-    return [parameter._version for parameter in module._parameters.values() if parameter is not None]
+def is_replaced(tensor: object, *, integers: bool = False) -> TypeGuard[Tensor]:
+    """Whether a weight is replaced by a synthetic one. A shard of a distributed tensor, say, is not."""
+    return (
+        has_dense_storage(tensor)
+        and (integers or tensor.is_floating_point())
+        and type(tensor) in (Tensor, nn.Parameter)
+    )
 
 
 def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
@@ -324,6 +348,11 @@ class _ForwardStub:
             return alone.enter(self._name, self.__wrapped__, args, kwargs)
         # `child.forward(x)` runs no hooks. It was not traced as a call, so it counts as code of the caller.
         return self.__wrapped__(*args, **kwargs)
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """Return the ``forward`` of a module in a session."""
+    return getattr(module.forward, "__wrapped__", None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -462,8 +491,9 @@ class _IsolatedCall:
             if spec.dtype.is_floating_point:
                 leaf.requires_grad_(self.session.options.gradient)
                 self._leaves.setdefault(role, (label, leaf))
-            # Code may write to its inputs, but not to a leaf of the graph.
-            tensor = _laid_out(leaf, stride) if leaf.requires_grad or leaf.stride() != stride else leaf
+            tensor = leaf if leaf.stride() == stride else _laid_out(leaf, stride)
+            if tensor is leaf and leaf.requires_grad:
+                tensor = alias(leaf)  # code may write to its inputs, but not to a leaf of the graph
             if tuple(tensor.shape) != tuple(shape):
                 tensor = tensor.expand(shape) if stride is not None and 0 in stride else tensor.expand(shape).clone()
         self._inputs[id(tensor)] = tensor, label, tensor._version
@@ -537,7 +567,7 @@ class _IsolatedCall:
         if not (tensor.requires_grad and tensor.is_floating_point() and tensor.numel()):
             return
         with statistics.ambient_modes_disabled(), torch.enable_grad():
-            weights = self.session.draws(tensor.shape, f"response {role}").to(tensor.device)
+            weights = functools.partial(self.session.draws, tensor.shape, f"response {role}")
             self._terms.append(projected(tensor, weights))
 
     def _response(self) -> IsolatedResponse:

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm
 from pytest_modelprobe.models import (
     as_bits,
@@ -288,6 +289,8 @@ _MODULE = frozenset(vars(nn.Module()))
 _TABLES = frozenset({"_parameters", "_buffers", "forward"})
 """Attributes of every module that are compared in their own way."""
 
+_PRODUCTS = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding})
+
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
@@ -309,12 +312,8 @@ def likeness(call: TracedCall, forward: Any, weights: Mapping[int, Hashable], ex
         expected: The arguments that it gets in place of its own.
     """
     module, attributes = call.module, vars(call.module)
-    if call.calls or call.inputs is None or not call.inputs.known:
+    if call.calls or call.inputs is None or not call.inputs.known or not _is_leaf_of_its_class(module, forward):
         return None
-    if getattr(forward, "__func__", None) is not type(module).forward:
-        return None
-    if any(value for key, value in attributes.items() if key in _MODULE and key not in _TABLES and key != "training"):
-        return None  # it has children or hooks
     if any(vars(kind).get("__slots__") for kind in type(module).__mro__):
         return None  # it has attributes that `vars` does not show
     own = {key: v for key, v in attributes.items() if key not in _TABLES and (key not in _MODULE or key == "training")}
@@ -326,6 +325,27 @@ def likeness(call: TracedCall, forward: Any, weights: Mapping[int, Hashable], ex
         return id(type(module)), made, call.autocast, *map(plain, (own, call.inputs.value, expected))
     except _UnknownError:
         return None
+
+
+def is_product(module: nn.Module, forward: Any) -> bool:
+    """Whether a layer is one of torch that adds up products with its weight, or looks up rows, in either mode.
+
+    Args:
+        module: The layer.
+        forward: Its ``forward``.
+
+    >>> layers = nn.Linear(2, 2), nn.ReLU()
+    >>> [is_product(layer, layer.forward) for layer in layers]
+    [True, False]
+    """
+    return type(module) in _PRODUCTS and _is_leaf_of_its_class(module, forward)
+
+
+def _is_leaf_of_its_class(module: nn.Module, forward: Any) -> bool:
+    """Whether a layer has the forward of its class, and neither children nor hooks."""
+    if getattr(forward, "__func__", None) is not type(module).forward:
+        return False
+    return not any(v for key, v in vars(module).items() if key in _MODULE and key not in _TABLES and key != "training")
 
 
 def is_plain(value: object) -> bool:
@@ -353,24 +373,49 @@ def plain(value: Any) -> Hashable:
 # --- gradients: those of one call add up to one reading, each with signs that its role chooses ------------------------
 
 
-def projected(tensor: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of a tensor times weights, divided by the square root of its size."""
+def projected(tensor: Tensor, weights: Callable[[], Tensor]) -> Tensor:
+    """Return a term of a loss by which the gradient of a tensor is its weights, divided by the root of its size.
+
+    The term itself is zero: nothing reads the loss.
+    """
     project: Any = _Projection.apply
-    return project(tensor, weights, 1 / math.sqrt(tensor.numel()))  # type: ignore[no-any-return]
+    return project(tensor, weights)  # type: ignore[no-any-return]
 
 
 class _Projection(torch.autograd.Function):
     """The function of `projected`. It saves no tensor, because activation checkpointing counts the saved ones."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weights: Tensor, scale: float) -> Tensor:
-        ctx.weights, ctx.dtype, ctx.scale = weights, tensor.dtype, scale
-        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        return torch.dot(tensor.to(wide).reshape(-1), weights.to(wide).reshape(-1)) * scale
+    def forward(ctx: Any, tensor: Tensor, weights: Callable[[], Tensor]) -> Tensor:
+        ctx.weights, ctx.dtype, ctx.scale = weights, tensor.dtype, 1 / math.sqrt(tensor.numel())
+        return tensor.new_zeros((), dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return (gradients[0] * ctx.scale * ctx.weights).to(ctx.dtype), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        with statistics.ambient_modes_disabled():
+            weights = ctx.weights().to(gradients[0].device)
+            return (gradients[0] * ctx.scale * weights).to(ctx.dtype), None
+
+
+def alias(leaf: Tensor) -> Tensor:
+    """Return a tensor in the memory of a leaf, to which code may write, other than to the leaf.
+
+    >>> leaf = torch.ones(2, requires_grad=True)
+    >>> alias(leaf).mul_(2).sum().backward()
+    >>> leaf.grad
+    tensor([2., 2.])
+    """
+    return _Alias.apply(leaf)  # type: ignore[no-any-return]
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def combined(gradients: Sequence[tuple[str, Reading]]) -> Reading:
