@@ -13,6 +13,7 @@ import itertools
 import os
 import random
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -310,14 +311,13 @@ class ModelState:
             for _ in range(_MOST_OBJECTS):
                 if self._found:
                     self._save(*self._found.popleft())
+            self._copies = _Copies(self._storages.values())
         if self._found:
             self.notes.append(
                 f"{self._found[0][0]} and what comes after it stays as a forward leaves it: {_MOST_OBJECTS:,} objects "
                 "in the attributes of the model were looked at"
             )
             self._found.clear()
-        with _modes_off():
-            self._copies = _Copies(self._storages.values())
 
     def __enter__(self) -> ModelState:
         block = held()
@@ -481,6 +481,8 @@ _MOST_SPARE = 1 << 30
 _spare: list[tuple[torch.Tensor, weakref.ref[_Copies]]] = []
 """Memory of states, which may have ended, each with what uses it."""
 
+_lock = threading.Lock()
+
 
 class _Copies:
     """Copies of storages. Those on the CPU are in one piece of memory, which a later state uses again.
@@ -490,7 +492,8 @@ class _Copies:
 
     def __init__(self, storages: Collection[torch.UntypedStorage]) -> None:
         sizes = [-(-one.nbytes() // _ALIGNED) * _ALIGNED if one.device.type == "cpu" else 0 for one in storages]
-        whole = self._piece_of(sum(sizes))
+        with _lock:
+            whole = self._piece_of(sum(sizes))
         self.bytes = []
         for storage, size, part in zip(storages, sizes, whole.split(sizes), strict=True):
             there = as_bytes(storage)

@@ -81,8 +81,8 @@ def perturbed(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
 
     The signs are drawn from ``name``. Zeros, which are exact, and elements that are not finite stay unchanged.
 
-    >>> x = perturbed(torch.tensor([1.0, 0.0, -torch.inf]), "x", 1)
-    >>> x[1:].tolist() == [0.0, -torch.inf], abs(x[0] - 1).item() < 2e-7, x[0] != 1
+    >>> x = perturbed(torch.tensor([1.0, 0.0, -torch.inf, torch.inf]), "x", 1)
+    >>> x[1:].tolist() == [0.0, -torch.inf, torch.inf], abs(x[0] - 1).item() < 2e-7, x[0] != 1
     (True, True, tensor(True))
     """
     plain = as_real(tensor.detach())
@@ -94,17 +94,19 @@ def perturbed(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
 def _perturb(tensor: torch.Tensor, name: str, units: int, result: torch.Tensor) -> None:
     """Write a real tensor, perturbed, to ``result``, which may be the tensor itself."""
     count = tensor.numel()
-    steps = _signs(name, min(count, _PERIOD)) * (units * _UNIT * torch.finfo(tensor.dtype).eps)
-    steps = steps.to(tensor.device, tensor.dtype)
-    if not (count and tensor.is_contiguous() and result.is_contiguous()):
+    steps = _signs(name, min(count, _PERIOD)).to(tensor.device, tensor.dtype)
+    steps.mul_(units * _UNIT * torch.finfo(tensor.dtype).eps)
+    plain = count and tensor.is_cpu and tensor.is_contiguous() and result.is_contiguous()
+    if not plain or not tensor.sum().isfinite():
         every = steps.repeat(-(-count // _PERIOD))[:count].view(tensor.shape)
-        torch.addcmul(tensor, tensor, every, out=result)
+        moved = torch.addcmul(tensor, tensor, every)
+        result.copy_(moved.where(moved.isfinite(), tensor))  # to an infinity, the opposite one would be added
         return
     whole = count // _PERIOD * _PERIOD or count
-    for numbers, moved in zip(tensor.view(-1).split(whole), result.view(-1).split(whole), strict=True):
+    for numbers, to in zip(tensor.view(-1).split(whole), result.view(-1).split(whole), strict=True):
         width = min(len(numbers), _PERIOD)
         rows = numbers.view(-1, width)
-        torch.addcmul(rows, rows, steps[:width], out=moved.view(-1, width))
+        torch.addcmul(rows, rows, steps[:width], out=to.view(-1, width))
 
 
 def _signs(name: str, count: int) -> torch.Tensor:
@@ -203,14 +205,15 @@ def noise_of_product(weight: torch.Tensor) -> tuple[float, float] | None:
 
     It follows from the perturbation, and is not measured: numbers that change by some units in the last place, with
     random signs, change the sums of their products by up to as many epsilon, and those of outputs are rounded in
-    another way. `None` stands for a device that rounds in its own way.
+    another way. `None` stands for a device or a dtype that rounds in its own way.
 
     >>> noise_of_product(nn.Linear(4, 4).weight)
     (2.384185791015625e-07, 1.0013580322265625e-05)
     """
-    if not weight.is_cpu or torch.get_float32_matmul_precision() != "highest":
+    dtype = widened(weight.dtype)
+    if not weight.is_cpu or dtype not in _DTYPES or torch.get_float32_matmul_precision() != "highest":
         return None
-    epsilon = torch.finfo(widened(weight.dtype)).eps
+    epsilon = torch.finfo(dtype).eps
     near, far = (Perturbation("", far)._units(math.prod(weight.shape[1:])) for far in (False, True))
     return 2 * near * epsilon, far * epsilon
 

@@ -128,6 +128,16 @@ def test_each_element_moves_by_one_unit_in_the_last_place(dtype: torch.dtype) ->
     assert units.max() <= 1.0
 
 
+def test_no_element_is_moved_to_what_is_no_number() -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([torch.inf, -torch.inf, largest, -largest, 1.0]).repeat(20)
+    for i in range(4):
+        moved = perturbed(x, f"x {i}", 84)
+        assert torch.equal(moved.isfinite(), x.isfinite())
+        assert torch.equal(moved.isinf(), x.isinf())
+        assert (moved[4::5] != 1).all()
+
+
 # --- what is measured ---------------------------------------------------------------------------------------------
 
 

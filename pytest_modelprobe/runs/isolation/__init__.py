@@ -186,8 +186,9 @@ def with_known_noise(response: IsolatedResponse, layer: nn.Module) -> IsolatedRe
     gets, or rows of its weight.
     """
     noise: tuple[float, float] | None = ROUNDING, ROUNDING
-    if type(layer) is not nn.Embedding and any(handed.reading for handed in response.handed):
-        noise = noise_of_product(layer.weight) if is_product(layer, layer.forward) else None  # type: ignore[arg-type]
+    product, computes = is_product(layer, layer.forward), any(handed.reading for handed in response.handed)
+    if computes and not (product and type(layer) is nn.Embedding):
+        noise = noise_of_product(layer.weight) if product else None  # type: ignore[arg-type]
     if noise is None:
         return None
     handed = tuple(
