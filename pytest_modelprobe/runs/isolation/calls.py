@@ -242,18 +242,8 @@ class Session:
     def synthetic(self, kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, terms: int = 1) -> Tensor:
         """Return the tensor of a recipe, on the CPU, in float32 in place of half precision."""
         perturb, dtype = self.perturb, widened(dtype)
-        if perturb is None or not kind.startswith(("2^", "near")):
-            return synthetic(kind, shape, name, dtype, draws=self.draws)
-        if (
-            kind.startswith("2^")
-            and not kind.endswith(" to 1")
-            and dtype == torch.float32
-            and perturb is not in_float64
-        ):
-            # What is drawn is less than what is made of it. What is above 1 would be cut off with its perturbation.
-            early = functools.partial(self.draws, perturb=lambda drawn: perturb(drawn, name, terms))
-            return synthetic(kind, shape, name, dtype, draws=early)
-        return perturb(synthetic(kind, shape, name, dtype, draws=self.draws), name, terms)
+        drawn = synthetic(kind, shape, name, dtype, draws=self.draws)
+        return drawn if perturb is None or not kind.startswith(("2^", "near")) else perturb(drawn, name, terms)
 
     def path_before(self, layer: str, path: str) -> str:
         """Return the path that a value or a parameter of a layer had before, by which synthetic tensors are drawn."""

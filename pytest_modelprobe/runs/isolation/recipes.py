@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,9 +46,6 @@ _INTEGERS = re.compile(
 )
 _BOOLS = ("bool", "true", "false")
 _PADDED = re.compile(r"(?P<rest>.+) with (?P<mark>-?\d{1,18}|true|false) (?P<end>first|last)")
-
-Drawing = Callable[..., Tensor]
-"""`Draws`, or that with some arguments given."""
 
 _MOST_EXPONENT = 127
 """The largest exponent of float32, in which numbers are drawn."""
@@ -202,9 +199,7 @@ def fits(kind: str, dtype: torch.dtype, most: int | None = None) -> bool:
     return in_order and all(limits.min <= n <= limits.max and (most is None or n < most) for n in bounds)
 
 
-def synthetic(
-    kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, *, draws: Drawing | None = None
-) -> Tensor:
+def synthetic(kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, *, draws: Draws | None = None) -> Tensor:
     """Return the synthetic tensor of a recipe, on the CPU, in memory of its own. It depends only on the arguments.
 
     Args:
@@ -235,7 +230,7 @@ def synthetic(
     return _integers(kind, shape, name, draws).to(dtype)
 
 
-def _floats(kind: str, shape: Sequence[int], name: str, draws: Drawing) -> Tensor:
+def _floats(kind: str, shape: Sequence[int], name: str, draws: Draws) -> Tensor:
     match = _FLOATS.fullmatch(kind)
     assert match is not None, kind
     if match["either"]:
@@ -256,7 +251,7 @@ def _floats(kind: str, shape: Sequence[int], name: str, draws: Drawing) -> Tenso
     return torch.where(_coins(draws(shape, name)), 0.0, torch.tensor(value, dtype=torch.float64))
 
 
-def _integers(kind: str, shape: Sequence[int], name: str, draws: Drawing) -> Tensor:
+def _integers(kind: str, shape: Sequence[int], name: str, draws: Draws) -> Tensor:
     match = _INTEGERS.fullmatch(kind)
     assert match is not None, kind
     if match["value"]:
@@ -317,17 +312,10 @@ class Draws:
         self._kept: dict[tuple[str, int], Tensor] = {}
         self._bytes = 0
 
-    def __call__(
-        self,
-        shape: Sequence[int],
-        name: str,
-        exponent: int = 0,
-        sign: str = "",
-        perturb: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, shape: Sequence[int], name: str, exponent: int = 0, sign: str = "") -> Tensor:
         """Return the numbers of that shape and name times a power of two, and with a sign their magnitudes with it.
 
-        After `_PERIOD` they repeat, each time slightly larger. ``perturb`` is applied to those before.
+        After `_PERIOD` they repeat, each time slightly larger.
         """
         count = math.prod(shape)
         key = name, min(count, _PERIOD)
@@ -341,7 +329,6 @@ class Draws:
         numbers = self._kept[key]
         early = exponent if abs(exponent) <= _EXACT else 0
         numbers = numbers * 2.0**early
-        numbers = numbers if perturb is None else perturb(numbers)
         if sign in ("+", "-"):
             numbers = numbers.abs_() if sign == "+" else numbers.abs_().neg_()
         if count > _PERIOD:

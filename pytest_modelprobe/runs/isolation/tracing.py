@@ -163,12 +163,12 @@ class Tracer:
 
     def _template(self, call: TracedCall, does: str, value: Any, flat: Flat) -> ArgumentTemplate | None:
         names = {id(tensor): path for path, tensor in reversed(flat.tensors)}
-        made: dict[int, Tensor] = {}
+        made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor: as long as it lives, no other gets its id
 
         def placeholder_for(tensor: Tensor) -> Tensor:
             if id(tensor) not in made:
-                made[id(tensor)] = self._placeholder(tensor, names.get(id(tensor), ""))
-            return made[id(tensor)]
+                made[id(tensor)] = tensor, self._placeholder(tensor, names.get(id(tensor), ""))
+            return made[id(tensor)][1]
 
         try:
             value = map_tensors(placeholder_for, value)
