@@ -500,6 +500,8 @@ class _Copies:
             self.bytes.append(part[: len(there)].copy_(there) if size else there.clone())
 
     def _piece_of(self, size: int) -> torch.Tensor:
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
         for number, (piece, user) in enumerate(_spare):
             if user() is None and len(piece) >= size:
                 _spare[number] = piece, weakref.ref(self)

@@ -97,7 +97,7 @@ def _perturb(tensor: torch.Tensor, name: str, units: int, result: torch.Tensor) 
     steps = _signs(name, min(count, _PERIOD)).to(tensor.device, tensor.dtype)
     steps.mul_(units * _UNIT * torch.finfo(tensor.dtype).eps)
     plain = count and tensor.is_cpu and tensor.is_contiguous() and result.is_contiguous()
-    if not plain or not tensor.sum().isfinite():
+    if not plain or not all(abs(bound) < torch.finfo(tensor.dtype).max / 2 for bound in tensor.aminmax()):
         every = steps.repeat(-(-count // _PERIOD))[:count].view(tensor.shape)
         moved = torch.addcmul(tensor, tensor, every)
         result.copy_(moved.where(moved.isfinite(), tensor))  # to an infinity, the opposite one would be added
@@ -211,11 +211,21 @@ def noise_of_product(weight: torch.Tensor) -> tuple[float, float] | None:
     (2.384185791015625e-07, 1.0013580322265625e-05)
     """
     dtype = widened(weight.dtype)
-    if not weight.is_cpu or dtype not in _DTYPES or torch.get_float32_matmul_precision() != "highest":
+    if not weight.is_cpu or dtype not in _DTYPES or not _computes_float32():
         return None
     epsilon = torch.finfo(dtype).eps
     near, far = (Perturbation("", far)._units(math.prod(weight.shape[1:])) for far in (False, True))
     return 2 * near * epsilon, far * epsilon
+
+
+def _computes_float32() -> bool:
+    """Whether products of float32 are computed as such, and not in TensorFloat-32 or bfloat16."""
+    try:
+        highest = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # torch has a newer way to set it, after which the older one may raise
+        return False
+    parts = (getattr(torch.backends.mkldnn, name, None) for name in ("matmul", "conv"))
+    return highest and all(getattr(part, "fp32_precision", "none") in ("none", "ieee") for part in parts)
 
 
 def is_quantity(tensor: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -282,7 +283,8 @@ class Run:
         alike = {key: first.setdefault((record.layers[key[0]].type, repr(r)), key) for key, r in responses.items()}
         modules, found = Layers(self.model).modules, {}
         for key in first.values():
-            if (known := with_known_noise(responses[key], modules[key[0]])) is not None:
+            known = with_known_noise(responses[key], modules[key[0]]) if self.device.type == "cpu" else None
+            if known is not None:
                 found[key] = known
         distinct = {key: responses[key] for key in first.values() if key not in found}
         if distinct:
@@ -501,12 +503,17 @@ class Run:
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Return the gradients of parameters that are in memory of their own, not in the bucket of a distributed model.
+    """Return the gradients of parameters to which nothing else refers, such as the bucket of a distributed model.
 
     A run sets them to `None`, and so writes to none of them.
     """
-    found = [p.grad for p in nn.Module.parameters(model) if p.is_leaf]
-    return [g for g in found if has_dense_storage(g) and g.untyped_storage().nbytes() == g.nbytes]
+    with torch.inference_mode(False):
+        alone = torch.zeros(1, requires_grad=True)
+        alone.grad = torch.zeros(1)
+    found = [p.grad for p in (*nn.Module.parameters(model), alone) if p.is_leaf]
+    counts = [sys.getrefcount(gradient) for gradient in found]
+    sole = (g for g, count in zip(found, counts, strict=True) if count == counts[-1])
+    return [g for g in sole if has_dense_storage(g) and g.untyped_storage().nbytes() == g.nbytes]
 
 
 def is_same_device(a: torch.device, b: torch.device) -> bool:

@@ -325,6 +325,22 @@ def test_gradients_from_before_a_run_are_as_they_were_also_those_in_a_bucket_tha
     assert before[1].tolist() == [1.0] * 3
 
 
+def test_a_gradient_that_something_else_refers_to_is_as_it_was() -> None:
+    class Halving(nn.Linear):
+        """Has its gradient under another name too, and writes to it, as fused accumulation does."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.main_grad.mul_(0.5)
+            return super().forward(x)
+
+    model = Halving(2, 2)
+    model.weight.grad = model.main_grad = torch.ones(2, 2)
+    with ModelProbe() as probe:
+        probe.run(model, probe.randn(2, 2), loss="random")
+    assert model.main_grad is model.weight.grad
+    assert model.main_grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
 def test_a_run_leaves_nothing_to_the_garbage_collector() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
     with ModelProbe() as probe:

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -36,7 +38,7 @@ from pytest_modelprobe.runs.noise import ROUNDING, is_bounded, known_changes, no
 from .calls import CallObserver, IsolationOptions, Key, Part, Perturb, Repeat, Session, Within, in_float64, is_replaced
 from .contexts import StateBefore, is_product, without_hooks
 from .recipes import Draws, as_mask, fits, kind_of, synthetic
-from .tracing import CannotTellError, Tracer, reason_of
+from .tracing import CannotTellError, TracedCall, Tracer, reason_of
 
 __all__ = [
     "CallObserver", "CannotTellError", "IsolationOptions", "Key", "Perturb", "Repeat", "Within", "as_mask", "doubtful",
@@ -124,12 +126,13 @@ def isolate_repeatedly(
         calls = [call for call in traced.finish() if call.alone]
         before.restore()
         # A single repeat is followed by no other, and the caller restores the model.
-        replaced = filter(is_replaced, nn.Module.parameters(model))
+        own = itertools.chain.from_iterable(nn.Module.parameters(module) for module in {call.module for call in calls})
+        replaced = filter(is_replaced, own)
         state = stack.enter_context(preserved(model, unwritten=replaced)) if len(repeats) > 1 else None
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # which synthetic numbers cause
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(options.gradient))
-        draws = Draws()
+        draws, shares = Draws(), True
         taken: list[dict[Key, IsolatedResponse]] = []
         for perturb, of in each(repeats):
             like = [one for (_, part), one in zip(repeats, taken, strict=False) if part == of]
@@ -137,16 +140,25 @@ def isolate_repeatedly(
             if not wanted:
                 taken.append({})
                 continue
-            session = Session(found, traced, calls, options, before, perturb, of, draws)
-            responses: dict[Key, IsolatedResponse] = {}
-            with settings_preserved(), session, progress("isolated call", len(wanted)) as shown:
-                for call in shown(wanted):
-                    with interruptible():
-                        responses[call.layer, call.index] = session.response(call)
+            session = functools.partial(Session, found, traced, calls, options, before, perturb, of, draws)
+            responses, written = _responses(session(shares), wanted)
+            if written:  # layers that are alike saw it
+                shares = False
+                responses, _ = _responses(session(shares), wanted)
             taken.append(responses)
             if state is not None:
                 state.restore()  # so that the next repeat does not find what these calls left behind
         return taken
+
+
+def _responses(session: Session, wanted: Sequence[TracedCall]) -> tuple[dict[Key, IsolatedResponse], bool]:
+    """Return the responses of some calls, and whether one of them wrote to weights that layers share."""
+    found: dict[Key, IsolatedResponse] = {}
+    with settings_preserved(), session, progress("isolated call", len(wanted)) as shown:
+        for call in shown(wanted):
+            with interruptible():
+                found[call.layer, call.index] = session.response(call)
+        return found, session.has_written()
 
 
 def _is_bounded(
@@ -179,16 +191,24 @@ def doubtful(responses: Mapping[Key, IsolatedResponse], expected: Mapping[Key, I
     return {key[0] for key, response in responses.items() if differs(key, response)}
 
 
+_FEW = 32
+"""Outputs of which the norm may be close to zero by chance."""
+
+
 def with_known_noise(response: IsolatedResponse, layer: nn.Module) -> IsolatedResponse | None:
     """Return the response of a layer with its noise, or `None` if that has to be measured.
 
-    It is known of a layer that adds up products with its weight, and of one that computes nothing: it hands on what it
-    gets, or rows of its weight.
+    It is known of a layer that adds up products with its weight, unless it has so few outputs that they may cancel, and
+    of an embedding and a container that compute nothing: they hand on what they get, or rows of a weight. The backward
+    of any other layer may compute although its forward does not.
     """
-    noise: tuple[float, float] | None = ROUNDING, ROUNDING
-    product, computes = is_product(layer, layer.forward), any(handed.reading for handed in response.handed)
-    if computes and not (product and type(layer) is nn.Embedding):
-        noise = noise_of_product(layer.weight) if product else None  # type: ignore[arg-type]
+    product = is_product(layer, layer.forward) and is_replaced(layer.weight)
+    sizes = [h.reading.statistics.count for h in response.handed if h.reading and h.reading.statistics]
+    noise: tuple[float, float] | None = None
+    if product and type(layer) is not nn.Embedding:
+        noise = noise_of_product(layer.weight) if min(sizes, default=0) >= _FEW else None  # type: ignore[arg-type]
+    elif product or (not sizes and layer._modules):
+        noise = ROUNDING, ROUNDING
     if noise is None:
         return None
     handed = tuple(

@@ -125,6 +125,8 @@ class Session:
     perturb: Perturb | None
     of: Part
     draws: Draws
+    shares: bool
+    """Whether layers that are alike have synthetic weights in the same memory."""
 
     def __post_init__(self) -> None:
         self.names = self.options.names or NamesBefore()
@@ -135,10 +137,8 @@ class Session:
         self._weights: dict[int, nn.Parameter | Tensor] = {}
         self._made: dict[int, Hashable] = {}
         """What the synthetic weights were made from, by id."""
-        self._sources: dict[int, tuple[Any, ...]] = {}
-        """The arguments of `_drawn`, by id of the weight."""
-        self._shared: dict[tuple[Any, ...], Tensor] = {}
-        """The memory of weights, by these arguments. Blocks repeat, and with them the shapes of weights."""
+        self._shared: dict[Hashable, tuple[Tensor, statistics.Reduction]] = {}
+        """The memory of parameters, with its numbers, by what they were made from. Blocks repeat, and so do these."""
         self._responses: dict[Hashable, IsolatedResponse] = {}
         """The responses, by the `likeness` of the calls."""
         # The weights that a call may use, even those of a layer inside that it does not call.
@@ -172,6 +172,12 @@ class Session:
         self._weights.clear()
         self._shared.clear()
 
+    def has_written(self) -> bool:
+        """Whether a call wrote to weights that layers share, also through ``.data``, which no version tells."""
+        before = [reduced for _, reduced in self._shared.values()]
+        now = [statistics.reduce(weight, fingerprint=False) for weight, _ in self._shared.values()]
+        return statistics.collect(before) != statistics.collect(now)
+
     def response(self, call: TracedCall) -> IsolatedResponse:
         """Return the response of a call."""
         if call.reason is not None or call.inputs is None:
@@ -185,8 +191,10 @@ class Session:
             like = like, *(tuple(some.items()) for some in (*recipes, names))
         found = None if like is None else self._responses.get(like)
         if found is None:
+            versions = None if like is None else _versions(call.module)
             found = self._response_to(call, expected)
-            if like is not None:
+            # If the call wrote to its weights, calls like it must write too, and so are not left out.
+            if like is not None and _versions(call.module) == versions:
                 self._responses[like] = found
         return found
 
@@ -221,7 +229,6 @@ class Session:
 
     def _response(self, alone: _IsolatedCall) -> IsolatedResponse:
         self.current = alone
-        versions = [(weight, weight._version) for weight in nn.Module.parameters(alone.call.module)]
         try:
             with attributes_restored(alone.call.module), contextlib.ExitStack() as stack:
                 if wide := torch.float64 if self.perturb is in_float64 else self.traced.is_narrow and torch.float32:
@@ -233,9 +240,6 @@ class Session:
                 return alone.run()
         finally:
             self.current = None
-            for weight in (weight for weight, version in versions if weight._version != version):
-                if id(weight) in self._sources:  # layers that are alike have this memory too
-                    weight.detach().copy_(self._drawn(*self._sources[id(weight)]))
             for one in self.before.written(alone.call.module).values():
                 one.restore()
 
@@ -271,39 +275,32 @@ class Session:
                     self._exit.callback(_put, owner, own, tensor)
                     _put(owner, own, weight)
 
-    def _drawn(
-        self,
-        kind: str,
-        shape: torch.Size,
-        stride: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        role: str,
-        terms: int,
-    ) -> Tensor:
-        drawn = self.synthetic(kind, shape, role, dtype, terms).to(device)
-        if drawn.stride() == stride:
-            return drawn
-        return torch.empty_strided(shape, stride, dtype=drawn.dtype, device=device).copy_(drawn)
-
     def _weight(self, owner: nn.Module, role: str, tensor: Tensor, wanted: str) -> Tensor:
         kind = wanted if fits(wanted, tensor.dtype) else kind_of(tensor, weight=True)
         kind = kind if tensor.is_floating_point() else "const 0"  # an integer is the number of batches of a norm
-        source = kind, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, role, terms_of(owner, tensor)
-        weight: Any
-        if isinstance(tensor, nn.Parameter):
-            if source not in self._shared:
-                self._shared[source] = self._drawn(*source)
-            weight = nn.Parameter(self._shared[source], requires_grad=tensor.requires_grad)
-            self._sources[id(weight)] = source
+        terms = terms_of(owner, tensor)
+        source = kind, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, role, terms
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if is_parameter and source in self._shared:
+            drawn = self._shared[source][0]
         else:
-            weight = self._drawn(*source)
+            drawn = self.synthetic(kind, tensor.shape, role, tensor.dtype, terms).to(tensor.device)
+            if drawn.stride() != tensor.stride():
+                there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=drawn.dtype, device=tensor.device)
+                drawn = there.copy_(drawn)
+            if is_parameter and self.shares:
+                self._shared[source] = drawn, statistics.reduce(drawn, fingerprint=False)
+        weight: Any = nn.Parameter(drawn, requires_grad=tensor.requires_grad) if is_parameter else drawn
         vars(weight).update(vars(tensor))
         weight._modelprobe_kind = kind
         if all(map(is_plain, vars(tensor).values())):
             layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
             self._made[id(weight)] = role, kind, layout, repr(vars(tensor))
         return weight  # type: ignore[no-any-return]
+
+
+def _versions(module: nn.Module) -> list[int]:
+    return [parameter._version for parameter in module._parameters.values() if parameter is not None]
 
 
 def is_replaced(tensor: object, *, integers: bool = False) -> TypeGuard[Tensor]:
