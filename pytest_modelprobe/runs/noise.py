@@ -200,21 +200,22 @@ def terms_of(owner: nn.Module, weight: torch.Tensor) -> int:
     return 1
 
 
-def noise_of_product(weight: torch.Tensor) -> tuple[float, float] | None:
+def noise_of_product(layer: nn.Module) -> tuple[float, float] | None:
     """Return the noise of the output, and of the gradients, of a layer that adds up products with a weight.
 
     It follows from the perturbation, and is not measured: numbers that change by some units in the last place, with
     random signs, change the sums of their products by up to as many epsilon, and those of outputs are rounded in
     another way. `None` stands for a device or a dtype that rounds in its own way.
 
-    >>> noise_of_product(nn.Linear(4, 4).weight)
+    >>> noise_of_product(nn.Linear(4, 4))
     (2.384185791015625e-07, 1.0013580322265625e-05)
     """
+    weight: Any = layer.weight
     dtype = widened(weight.dtype)
     if not weight.is_cpu or dtype not in _DTYPES or not _computes_float32():
         return None
     epsilon = torch.finfo(dtype).eps
-    near, far = (Perturbation("", far)._units(math.prod(weight.shape[1:])) for far in (False, True))
+    near, far = (Perturbation("", far)._units(terms_of(layer, weight)) for far in (False, True))
     return 2 * near * epsilon, far * epsilon
 
 

@@ -206,17 +206,15 @@ def with_known_noise(response: IsolatedResponse, layer: nn.Module) -> IsolatedRe
     sizes = [h.reading.statistics.count for h in response.handed if h.reading and h.reading.statistics]
     noise: tuple[float, float] | None = None
     if product and type(layer) is not nn.Embedding:
-        noise = noise_of_product(layer.weight) if min(sizes, default=0) >= _FEW else None  # type: ignore[arg-type]
+        noise = noise_of_product(layer) if min(sizes, default=0) >= _FEW else None
     elif product or (not sizes and layer._modules):
         noise = ROUNDING, ROUNDING
     if noise is None:
         return None
-    handed = tuple(
-        dataclasses.replace(h, reading=h.reading and dataclasses.replace(h.reading, noise=noise[0]))
-        for h in response.handed
+    readings = _readings(response).items()
+    return _with_readings(
+        response, {where: one and dataclasses.replace(one, noise=noise[where == ""]) for where, one in readings}
     )
-    gradient = response.gradient and dataclasses.replace(response.gradient, noise=noise[1])
-    return dataclasses.replace(response, handed=handed, gradient=gradient)
 
 
 def noisy(
@@ -246,11 +244,16 @@ def noisy(
                 changes.append(min(relative_change(reading, other) or 0.0, ROUNDING_OF_RESPONSES))
             if reading and changes:
                 measured[where] = dataclasses.replace(reading, noise=max(changes))
-        handed = tuple(dataclasses.replace(h, reading=measured[h.where]) for h in response.handed)
-        found[key] = dataclasses.replace(response, handed=handed, gradient=measured[""])
+        found[key] = _with_readings(response, measured)
     return found
 
 
 def _readings(response: IsolatedResponse) -> dict[str, Reading | None]:
     """Return what a response emits, by place, and its gradient, by an empty name."""
     return {**{handed.where: handed.reading for handed in response.handed}, "": response.gradient}
+
+
+def _with_readings(response: IsolatedResponse, readings: Mapping[str, Reading | None]) -> IsolatedResponse:
+    """Return a response with other `_readings`."""
+    handed = tuple(dataclasses.replace(h, reading=readings[h.where]) for h in response.handed)
+    return dataclasses.replace(response, handed=handed, gradient=readings[""])

@@ -137,8 +137,10 @@ class Session:
         self._weights: dict[int, nn.Parameter | Tensor] = {}
         self._made: dict[int, Hashable] = {}
         """What the synthetic weights were made from, by id."""
-        self._shared: dict[Hashable, tuple[Tensor, statistics.Reduction]] = {}
-        """The memory of parameters, with its numbers, by what they were made from. Blocks repeat, and so do these."""
+        self._drawn: dict[Hashable, Tensor] = {}
+        """The memory of parameters by what they were made from. Blocks repeat, and so do these."""
+        self._shared: dict[Hashable, statistics.Reduction] = {}
+        """The numbers in memory that several parameters have."""
         self._responses: dict[Hashable, IsolatedResponse] = {}
         """The responses, by the `likeness` of the calls."""
         # The weights that a call may use, even those of a layer inside that it does not call.
@@ -170,13 +172,12 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self._exit.close()
         self._weights.clear()
-        self._shared.clear()
+        self._drawn.clear()
 
     def has_written(self) -> bool:
         """Whether a call wrote to weights that layers share, also through ``.data``, which no version tells."""
-        before = [reduced for _, reduced in self._shared.values()]
-        now = [statistics.reduce(weight, fingerprint=False) for weight, _ in self._shared.values()]
-        return statistics.collect(before) != statistics.collect(now)
+        now = [statistics.reduce(self._drawn[source], fingerprint=False) for source in self._shared]
+        return statistics.collect(list(self._shared.values())) != statistics.collect(now)
 
     def response(self, call: TracedCall) -> IsolatedResponse:
         """Return the response of a call."""
@@ -281,15 +282,17 @@ class Session:
         terms = terms_of(owner, tensor)
         source = kind, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, role, terms
         is_parameter = isinstance(tensor, nn.Parameter)
-        if is_parameter and source in self._shared:
-            drawn = self._shared[source][0]
+        if is_parameter and source in self._drawn:
+            drawn = self._drawn[source]
+            if source not in self._shared:
+                self._shared[source] = statistics.reduce(drawn, fingerprint=False)
         else:
             drawn = self.synthetic(kind, tensor.shape, role, tensor.dtype, terms).to(tensor.device)
             if drawn.stride() != tensor.stride():
                 there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=drawn.dtype, device=tensor.device)
                 drawn = there.copy_(drawn)
             if is_parameter and self.shares:
-                self._shared[source] = drawn, statistics.reduce(drawn, fingerprint=False)
+                self._drawn[source] = drawn
         weight: Any = nn.Parameter(drawn, requires_grad=tensor.requires_grad) if is_parameter else drawn
         vars(weight).update(vars(tensor))
         weight._modelprobe_kind = kind
