@@ -32,6 +32,7 @@ from pytest_modelprobe import _torch
 from pytest_modelprobe._torch import is_view, storage_key, without_dispatch_modes, without_torch_function
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import held
+from pytest_modelprobe.record import gc_paused
 
 from .tensors import as_bytes, has_dense_storage, is_strided, read_flags
 
@@ -406,8 +407,7 @@ class ModelState:
     def _save_module(self, name: str, module: nn.Module) -> None:
         names = vars(module)
         if has_lazy(module):
-            training = module.training
-            self._restores.append(lambda: names.update(training=training))
+            self._restores.append(functools.partial(names.update, training=module.training))
             self.notes.append(f"{name or 'the model'} is lazy and has seen no input: it keeps the shapes of this run")
             return
         self._late.append(_hooks([value for key, value in names.items() if key in _HOOKS and isinstance(value, dict)]))
@@ -593,6 +593,6 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @contextmanager
 def _modes_off() -> Iterator[None]:
-    """Work on the tensors themselves, whatever fake mode or default device is active."""
-    with without_dispatch_modes(), without_torch_function():
+    """Work on the tensors themselves, whatever fake mode or default device is active. No garbage is collected."""
+    with without_dispatch_modes(), without_torch_function(), gc_paused():
         yield
