@@ -132,8 +132,7 @@ def uses(title: str, folder: Path) -> dict[str, Callable[[], object]]:
 
     def update() -> None:
         record = run()
-        record = record.live_run.isolated(record)
-        files.write(stored, files.encode(record.live_run.measured(record)))
+        files.write(stored, files.encode(record.live_run.measured(record, record)))
 
     def passing() -> None:
         record, expected = run(), files.read(stored).record

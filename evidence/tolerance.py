@@ -186,8 +186,7 @@ def run(name: str, weights: Path, *, like: Record | None = None, channels_last: 
     probe = ModelProbe()  # kept, for the record asks it for more
     record = probe.run(model, loss="random", mode=mode, **inputs)
     assert record.live_run is not None
-    isolated = record.live_run.isolated(record, like)
-    return isolated if like is not None else record.live_run.measured(isolated)
+    return record.live_run.measured(record, record) if like is None else record.live_run.isolated(record, like)
 
 
 def variants(name: str, weights: Path, like: Record) -> Iterator[tuple[str, Record]]:

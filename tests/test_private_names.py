@@ -80,8 +80,8 @@ def profiled(package: Any) -> Any:
 
 def isolated(package: Any) -> Any:
     isolation, net, x = importlib.import_module(f"{PACKAGE}.runs.isolation"), model(), torch.ones(3, 4)
-    alone = isolation.isolate(net, lambda: net(x), isolation.IsolationOptions(gradient=True))
-    return {str(key): str(response) for key, response in alone.items()}
+    with isolation.traced(net, lambda: net(x), isolation.IsolationOptions(gradient=True)) as alone:
+        return {str(key): str(response) for key, response in alone().items()}
 
 
 def watched(package: Any) -> Any:

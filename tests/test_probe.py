@@ -558,7 +558,7 @@ def test_asking_more_leaves_no_trace(probe: ModelProbe, net: Net) -> None:
     net(probe.randn(2, 1, 8, 8)).sum().backward()
     before = everything(net)
     record = probe.run(net, probe.randn(2, 1, 8, 8), loss="random", mode="eval")
-    live_run(record).measured(live_run(record).isolated(record))
+    live_run(record).measured(record, record)
     assert everything(net) == before
 
 
@@ -608,7 +608,7 @@ def tensors_of(record: Record) -> list[torch.Tensor]:
 def test_no_tensor_can_be_reached_from_a_record(probe: ModelProbe, net: Net) -> None:
     record = probe.run(net, probe.randn(2, 1, 8, 8), loss="random")
     assert tensors_of(record) == []
-    assert tensors_of(live_run(record).measured(live_run(record).isolated(record))) == []
+    assert tensors_of(live_run(record).measured(record, record)) == []
 
 
 def write_silently(net: Net, x: torch.Tensor) -> None:
@@ -638,7 +638,7 @@ def test_of_a_model_that_was_changed_nothing_is_measured(
     x = probe.randn(2, 1, 8, 8)
     record = probe.run(net, x, loss="random")
     change(net, x)
-    measured = live_run(record).measured(live_run(record).isolated(record))
+    measured = live_run(record).measured(record, record)
     because = "the model or an input was changed after the run: compare the record before that"
     assert measured.notes == (f"no layer was called alone: {because}", f"no noise was measured: {because}")
     assert responses(measured) == [None] * len(measured.calls)

@@ -57,9 +57,7 @@ def of_run(model: nn.Module, x: torch.Tensor, loss: object = "random") -> Record
     with ModelProbe(device="cpu", seed=0) as probe:
         record = probe.run(model, x, loss=loss)  # type: ignore[arg-type]
         assert record.live_run is not None
-        record = record.live_run.isolated(record)
-        assert record.live_run is not None
-        return dataclasses.replace(record.live_run.measured(record))
+        return dataclasses.replace(record.live_run.measured(record, record))
 
 
 def of_watch() -> Record:

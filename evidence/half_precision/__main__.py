@@ -117,7 +117,7 @@ def snapshot(pair: Any, mode: str, loss: bool) -> str:
         live_run, here = then.live_run, now.live_run
         assert live_run is not None
         assert here is not None
-        written = live_run.measured(live_run.isolated(then, own_arguments=True))
+        written = live_run.measured(then, then)
         expected = files.decode(*files.encode(written), where="then").record
         found = compare(now, expected, parts="behavior")
         actual = here.isolated(now, like=found.expected, names=found.names_before)

@@ -40,7 +40,7 @@ def snapshot(record: Record) -> Record:
 def write(path: Path, record: Record) -> None:
     """Write the two files, as an update does."""
     assert record.live_run is not None
-    files.write(path, files.encode(record.live_run.measured(record.live_run.isolated(record))))
+    files.write(path, files.encode(record.live_run.measured(record, record)))
 
 
 def read(path: Path) -> Record:

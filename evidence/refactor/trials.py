@@ -140,7 +140,7 @@ def snapshot(name: str) -> Record:
         found = recorded(probe, model, name)
         assert found.live_run is not None
         path = Path(folder, "model.arch.json")
-        files.write(path, files.encode(found.live_run.measured(found.live_run.isolated(found))))
+        files.write(path, files.encode(found.live_run.measured(found, found)))
         return files.read(path).record
 
 

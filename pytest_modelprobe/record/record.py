@@ -125,7 +125,6 @@ class LiveRun(Protocol):
         names: NamesBefore | None = None,
         only: Collection[str] | None = None,
         *,
-        own_arguments: bool = False,
         within: Callable[[tuple[str, int]], AbstractContextManager[object]] | None = None,
         observer: Any = None,
     ) -> Record:
@@ -136,7 +135,6 @@ class LiveRun(Protocol):
             like: A record with the same names of layers, or `None` if there is nothing to compare with.
             names: What had another name when ``like`` was made.
             only: Names of the layers to run. By default all are run.
-            own_arguments: Whether plain arguments are those of the run instead of those of ``like``.
             within: Takes the layer and the index of a call, and returns a context in which it runs, in float64.
             observer: Sees the tensors of the calls: a ``runs.isolation.CallObserver``.
         """
@@ -144,8 +142,12 @@ class LiveRun(Protocol):
     def again(self, record: Record, within: Callable[[Any], AbstractContextManager[object]]) -> None:
         """Run the forward once more, if it can be, in a context that ``within`` makes for the model."""
 
-    def measured(self, record: Record) -> Record:
-        """Fill in the noise of each reading and response."""
+    def measured(self, record: Record, like: Record | None = None) -> Record:
+        """Fill in the noise of each reading.
+
+        Given ``like``, as for `isolated`, each response and its noise are filled in too, as they are written: plain
+        arguments are those of the run instead of those of ``like``.
+        """
 
     def repeats(self, record: Record) -> bool:
         """Return whether the same numbers come out once more. True where that cannot be tried."""
@@ -343,7 +345,7 @@ class Record:
         """
         record, live_run = self, self.live_run
         if live_run is not None and self.noise is None and is_narrow(self):
-            record = live_run.measured(live_run.isolated(self, own_arguments=True))
+            record = live_run.measured(self, self)
         codec.write(Path(path), record.to_dict())
 
     @classmethod

@@ -199,8 +199,7 @@ def _with_evidence(plain: Written, only: Sequence[str] = (), differing: Sequence
     """
     live_run, record = plain.record.live_run, plain.record
     if live_run is not None:
-        record = live_run.isolated(record, only=only or None, own_arguments=True)
-        record = record if only else live_run.measured(record)
+        record = live_run.isolated(record, only=only) if only else live_run.measured(record, record)
     return plain.replaced(record, evidence=True, only=only, explained=explained("record", record, only or differing))
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy
+import numpy.typing
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +35,7 @@ from pytest_modelprobe.record import (
     address,
     estimated_change,
     estimated_share,
+    gc_paused,
     qualified,
 )
 
@@ -56,7 +58,7 @@ rounding all weights does. The tolerance is four times the noise and 2e-6.
 """
 
 _PERIOD = 32_771
-"""Number of signs that are drawn for a tensor; then they repeat. It is a prime, so that no two rows have the same."""
+"""Number of signs of a tensor; then they repeat. It is a prime, so that no two rows have the same."""
 
 ROUNDING = torch.finfo(torch.float32).eps
 """Noise of what is not computed from numbers that a repeat perturbs."""
@@ -67,10 +69,17 @@ _UNIT = 0.7355
 _DTYPES = (torch.float32, torch.float64)
 """The dtypes that are perturbed. A unit of a narrower one is a change of its own: see `widening`."""
 
+K = TypeVar("K", bound=Hashable)
 V = TypeVar("V", Value, Parameter)
 
 Key = tuple[Hashable, ...]
-"""Address of a reading: layer, which call, path, direction."""
+"""Address of a reading: layer, which call, path, direction; or layer, kind, parameter, and what of it."""
+
+_OF_PARAMETER = 4
+"""Length of an address of a parameter."""
+
+Readings = Mapping[Key, Reading]
+"""The computed readings of a record, in the order of computation."""
 
 
 # --- perturbing numbers -------------------------------------------------------------------------------------------
@@ -95,9 +104,9 @@ def _perturb(tensor: torch.Tensor, name: str, units: int, result: torch.Tensor) 
     """Write a real tensor, perturbed, to ``result``, which may be the tensor itself."""
     count = tensor.numel()
     steps = _signs(name, min(count, _PERIOD)).to(tensor.device, tensor.dtype)
-    steps.mul_(units * _UNIT * torch.finfo(tensor.dtype).eps)
+    steps = steps * (units * _UNIT * torch.finfo(tensor.dtype).eps)
     plain = count and tensor.is_cpu and tensor.is_contiguous() and result.is_contiguous()
-    if not plain or not all(abs(bound) < torch.finfo(tensor.dtype).max / 2 for bound in tensor.aminmax()):
+    if not plain or not all(abs(float(bound)) < torch.finfo(tensor.dtype).max / 2 for bound in tensor.aminmax()):
         every = steps.repeat(-(-count // _PERIOD))[:count].view(tensor.shape)
         moved = torch.addcmul(tensor, tensor, every)
         result.copy_(moved.where(moved.isfinite(), tensor))  # to an infinity, the opposite one would be added
@@ -110,11 +119,16 @@ def _perturb(tensor: torch.Tensor, name: str, units: int, result: torch.Tensor) 
 
 
 def _signs(name: str, count: int) -> torch.Tensor:
-    """Return random signs."""
-    drawn = numpy.random.default_rng(seeding.derive(0, name)).bytes(-(-count // 8))
-    return torch.from_numpy(
-        numpy.unpackbits(numpy.frombuffer(drawn, numpy.uint8), count=count).view(numpy.int8) * 2 - 1
-    )
+    """Return random signs: a part of a table, which begins at a random place."""
+    table = _sign_table()
+    first = seeding.derive(0, name) % (len(table) - _PERIOD)
+    return torch.from_numpy(table[first : first + count])
+
+
+@functools.cache
+def _sign_table() -> numpy.typing.NDArray[numpy.float32]:
+    drawn = numpy.random.default_rng(0).bytes(_PERIOD)
+    return numpy.unpackbits(numpy.frombuffer(drawn, numpy.uint8)).astype(numpy.float32) * 2 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,23 +279,20 @@ def is_bounded(changes: Sequence[float], *, digest: str | None = None) -> bool:
     return len(changes) > (digest is not None) and largest + _COVERED <= _AGREE * (second + _COVERED)
 
 
-def is_noise_bounded(base: Record, repeats: Sequence[Record], *, far: bool) -> bool:
-    """Whether some repeats bound the noise of all readings of a kind; see `with_noise`."""
-    again = [readings(repeat) for repeat in repeats]
-    for key, reading in readings(base).items():
-        if _is_far(key, reading) == far:
-            known = known_changes(reading, (repeat.get(key) for repeat in again))
-            if known and not is_bounded(known, digest=reading.digest):
-                return False
-    return True
+def is_noise_bounded(base: Mapping[K, Reading], repeats: Sequence[Mapping[K, Reading | None]]) -> bool:
+    """Whether some repeats bound the noise of all readings."""
+    if not (base and repeats):
+        return not base
+    known = ((reading, known_changes(reading, (one.get(key) for one in repeats))) for key, reading in base.items())
+    return all(is_bounded(changes, digest=reading.digest) for reading, changes in known if changes)
 
 
-def _is_far(key: Key, reading: Reading) -> bool:
+def is_far(key: Key, reading: Reading) -> bool:
     """Whether the noise of a reading is that of repeats that are perturbed far."""
     return reading.digest is not None or key[-1] not in ("forward", "after")
 
 
-def with_noise(base: Record, near: Sequence[Record], far: Sequence[Record] = ()) -> Record:
+def with_noise(base: Record, near: Sequence[Readings], far: Sequence[Readings], kind: str = "measured") -> Record:
     """Return ``base`` with the noise of each reading: its largest relative change in any repeat.
 
     It is infinite if a repeat has no such value, or one of another size. Readings without statistics have no noise.
@@ -289,29 +300,20 @@ def with_noise(base: Record, near: Sequence[Record], far: Sequence[Record] = ())
 
     Args:
         base: The record.
-        near: Repeats perturbed by `FORWARD_ULPS`, for the noise of the forward.
-        far: Repeats perturbed by `BACKWARD_ULPS`, for the noise of gradients, and of integers and bools, which change
-            in steps.
+        near: The readings of repeats perturbed by `FORWARD_ULPS`, for the noise of the forward.
+        far: Those of repeats perturbed by `BACKWARD_ULPS`, for the noise of gradients, and of integers and bools, which
+            change in steps.
+        kind: The `Record.noise`. It is *not repeatable* if unperturbed repeats differ.
     """
-    near_readings, far_readings = [readings(repeat) for repeat in near], [readings(repeat) for repeat in far]
 
     def measured(key: Key, reading: Reading) -> Reading:
-        repeats = far_readings if _is_far(key, reading) else near_readings
+        repeats = far if is_far(key, reading) else near
         known = known_changes(reading, (repeat.get(key) for repeat in repeats))
-        return dataclasses.replace(reading, noise=max(known)) if known else reading
+        # A reading that unperturbed repeats do not change may still round.
+        is_known = bool(known) if kind == "measured" else any(known)
+        return dataclasses.replace(reading, noise=max(known)) if is_known else reading
 
-    return dataclasses.replace(_mapped(base, measured), noise="measured")
-
-
-def with_nondeterminism(base: Record, repeats: Sequence[Record]) -> Record:
-    """Return ``base``, marked as *not repeatable*, with the noise of those readings that unperturbed repeats change."""
-    again = [readings(repeat) for repeat in repeats]
-
-    def measured(key: Key, reading: Reading) -> Reading:
-        noise = max((relative_change(reading, repeat.get(key)) or 0.0 for repeat in again), default=0.0)
-        return dataclasses.replace(reading, noise=noise) if noise else reading
-
-    return dataclasses.replace(_mapped(base, measured), noise="not repeatable")
+    return dataclasses.replace(_mapped(base, measured), noise=kind)
 
 
 def known_changes(reading: Reading, repeats: Iterable[Reading | None]) -> list[float]:
@@ -337,53 +339,57 @@ def relative_change(reading: Reading, other: Reading | None) -> float | None:
     return max(estimated_share(other.fingerprint, reading.fingerprint, numbers.count), 1 / numbers.count)
 
 
-def first_difference(base: Record, repeat: Record) -> str | None:
+def first_difference(base: Readings, repeat: Readings) -> str | None:
     """Return the address of the first value, in the order of computation, that differs in a repeat, or `None`."""
-    again = readings(repeat)
-    for where, key, reading in _in_order(base):
-        other = again.get(key)
+    for key, reading in base.items():
+        other = repeat.get(key)
         # They are compared as text, in which NaN equals NaN.
         if other is None or any(
             repr(getattr(reading, field)) != repr(getattr(other, field))
             for field in ("statistics", "fingerprint", "digest")
         ):
-            return where
+            return _address(key)
     return None
 
 
-def _in_order(record: Record) -> Iterator[tuple[str, Key, Reading]]:
-    """Yield every computed reading in the order of computation: forwards by start and end of calls, then gradients."""
-    events: list[tuple[int, str, Layer, Call, Value]] = []
-    for layer in record.layers.values():
-        for call in layer.calls:
-            events += [(call.started, layer.name, layer, call, value) for value in call.inputs]
-            events += [(call.finished, layer.name, layer, call, value) for value in call.outputs]
-    events.sort(key=lambda event: event[0])
-    for _, name, _, call, value in events:
-        yield address(name, call, value.path), _key(name, call, value, "forward"), value.forward
-    for _, name, _, call, value in reversed(events):
-        for direction, reading in (("backward", value.backward), ("backward_inner", value.backward_inner)):
-            if reading is not None:
-                yield f"gradient of {address(name, call, value.path)}", _key(name, call, value, direction), reading
+def _address(key: Key) -> str:
+    layer, *call, name, what = key
+    if len(key) == _OF_PARAMETER:
+        where = qualified(str(layer), str(name))
+    else:
+        of: Any = dict(zip(("root", "root_training", "index"), call, strict=True))
+        where = address(str(layer), Call(**of), str(name))
+    return where if what in ("forward", "after") else f"gradient of {where}"
+
+
+@gc_paused()
+def readings(record: Record) -> Readings:
+    """Return every computed reading of a record by its address, in the order of computation.
+
+    These are the forwards, by start and end of calls, and then the gradients.
+    """
+    calls = [(layer.name, call) for layer in record.layers.values() for call in layer.calls]
+    events = [(call.started, name, call, call.inputs) for name, call in calls]
+    events += [(call.finished, name, call, call.outputs) for name, call in calls]
+    values = [
+        (_key(name, call, one), one) for _, name, call, some in sorted(events, key=lambda e: e[0]) for one in some
+    ]
+    found: dict[Key, Reading | None] = {(*key, "forward"): one.forward for key, one in values}
+    for key, one in reversed(values):
+        found |= {(*key, "backward"): one.backward, (*key, "backward_inner"): one.backward_inner}
     for layer in record.layers.values():
         for kind, owned in (("parameter", layer.parameters), ("buffer", layer.buffers)):
-            for one in owned:
-                full = qualified(layer.name, one.name)
-                if one.gradient is not None:
-                    yield f"gradient of {full}", (layer.name, kind, one.name, "gradient"), one.gradient
-                if one.after is not None:
-                    yield full, (layer.name, kind, one.name, "after"), one.after
+            for each in owned:
+                place = layer.name, kind, each.name
+                found |= {(*place, "gradient"): each.gradient, (*place, "after"): each.after}
+    return {key: reading for key, reading in found.items() if reading is not None}
 
 
-def _key(layer: str, call: Call, value: Value, *direction: str) -> Key:
-    return layer, call.root, call.root_training, call.index, value.path, *direction
+def _key(layer: str, call: Call, value: Value) -> Key:
+    return layer, call.root, call.root_training, call.index, value.path
 
 
-def readings(record: Record) -> dict[Key, Reading]:
-    """Return every computed reading of a record by its address."""
-    return {key: reading for _, key, reading in _in_order(record)}
-
-
+@gc_paused()
 def _mapped(record: Record, function: Callable[[Key, Reading], Reading]) -> Record:
     """Return the record with ``function`` applied to every computed reading."""
 

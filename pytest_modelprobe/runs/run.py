@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -63,12 +63,12 @@ from .isolation import (
     CallObserver,
     IsolationOptions,
     Key,
-    Repeat,
+    TracedCalls,
     Within,
     doubtful,
     in_float64,
-    isolate_repeatedly,
     noisy,
+    traced,
     with_known_noise,
 )
 from .loss import Loss, NoGradientError, detaching_call, loss_of
@@ -80,12 +80,15 @@ Mode = Literal["train", "eval"]
 Move = noise.Perturbation | InFloat32
 """How a repeat differs from the run."""
 
-_REPEATS = 3
-"""Most perturbed repeats of each kind, whose largest change is the noise. Fewer are enough where they agree.
+_NEAR = [noise.Perturbation(f"repeat {i}", far=False) for i in range(3)]
+"""The perturbed repeats for the noise of the forward, which is the largest change. Fewer are enough where they agree.
 
 Three predict the changes by threads, memory formats and instruction sets, to within a factor of 1.7 on every layer of
 a ResNet and of a GPT-2.
 """
+
+_FAR = [noise.Perturbation(f"repeat {i}", far=True) for i in range(2)]
+"""The perturbed repeats for the noise of gradients. As these perturb 84 times as much as rounding, two are enough."""
 
 
 @dataclass(slots=True, eq=False)
@@ -170,12 +173,13 @@ class Run:
         with self._started(None if request.only else record) as start:
             if start.obstacle is not None:
                 return with_note(record, f"no layer was called alone: {start.obstacle}")
-            how: Repeat = (None, "all") if request.within is None else (in_float64, "outputs")
-            (responses,) = self._isolate(record, request, [how], start)
+            with self._alone(record, request, start) as alone:
+                responses = alone() if request.within is None else alone(in_float64, "outputs")
             if request.within is None and self._is_exact and (only := doubtful(responses, responses_of(request.like))):
-                with contextlib.suppress(Exception):  # models may fail in another dtype
-                    some = dataclasses.replace(request, only=only)
-                    (exact,) = self._isolate(record, some, [(in_float64, "all")], start)
+                some = dataclasses.replace(request, only=only)
+                # models may fail in another dtype
+                with contextlib.suppress(Exception), self._alone(record, some, start) as alone:
+                    exact = alone(in_float64)
                     responses |= noisy({key: responses[key] for key in exact if key in responses}, [], exact)
             # What a run in half precision differs by from another one may be its own rounding.
             if is_narrow(record) and record.noise is None and not request.only:
@@ -183,15 +187,23 @@ class Run:
                     record = self._with_rounding(record, start)
         return with_responses_of_one_forward(record, responses)
 
-    def measured(self, record: Record) -> Record:
-        """Fill in the noise of each reading and response; see `noise`."""
+    def measured(self, record: Record, like: Record | None = None) -> Record:
+        """Fill in the noise of each reading, and each response with its noise; see `LiveRun` and `noise`."""
+        request = IsolationRequest(like) if like is not None and self.isolate else None
+        lacking = [*(() if request is None else ("no layer was called alone",)), "no noise was measured"]
         with self._started(record) as start:
-            reason = start.obstacle
-            if reason is None:
+            if start.obstacle is not None:
+                return functools.reduce(with_note, [f"{what}: {start.obstacle}" for what in lacking], record)
+            parts = (len(_NEAR) + len(_FAR)) * (1 if request is None else 2)
+            with progress("measuring noise: run", parts) as each:
                 try:
-                    alone = 1 + (self.loss is not None) if responses_of(record) else 0
-                    with progress("measuring noise: run", (2 + alone) * _REPEATS + bool(alone)) as each:
-                        return self._measured(record, start, each)
+                    if request is not None:
+                        with self._alone(record, request, start, writes=True) as alone:
+                            responses = alone()
+                            record = with_responses_of_one_forward(record, responses)
+                            responses = self._noisy(record, responses, alone, each)
+                        record = with_responses_of_one_forward(record, responses)
+                    return self._measured(record, start, each)
                 except Exception as error:  # noqa: BLE001 - models may fail on perturbed numbers
                     reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return with_note(record, f"no noise was measured: {reason}")
@@ -205,7 +217,7 @@ class Run:
                 again = self._repeated(repeat=1, start=start)
             except Exception:  # noqa: BLE001 - whatever a model raises that counts its forwards
                 return True
-        return noise.first_difference(record, again) is None
+        return noise.first_difference(noise.readings(record), noise.readings(again)) is None
 
     def again(self, record: Record, within: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
         """Run the forward once more, if it can be; see `LiveRun`."""
@@ -229,54 +241,37 @@ class Run:
     def _measured(self, record: Record, start: _Start, each: Parts) -> Record:
         # The first repeat is unperturbed. If it differs, the run is not repeatable, and that is what perturbed repeats
         # would measure.
-        repeat = self._repeated(repeat=1, start=start)
-        where = noise.first_difference(record, repeat)
-        if where is not None:
-            repeats = [repeat, *(self._repeated(repeat=i, start=start) for i in range(2, _REPEATS + 1))]
-            return with_note(
-                noise.with_nondeterminism(record, repeats),
-                f"not repeatable: {where} differs when the run is repeated with the same seed",
-            )
-        near, far = ([noise.Perturbation(f"repeat {i}", far=far) for i in range(_REPEATS)] for far in (False, True))
+        base = noise.readings(record)
+        again = noise.readings(self._repeated(repeat=1, start=start))
+        if where := noise.first_difference(base, again):
+            repeats = [again, *(noise.readings(self._repeated(repeat=i, start=start)) for i in (2, 3))]
+            why = f"not repeatable: {where} differs when the run is repeated with the same seed"
+            return with_note(noise.with_noise(record, repeats, repeats, "not repeatable"), why)
         if is_narrow(record):
-            measured = self._with_rounding(record, start)
-        else:
-            measured = noise.with_noise(
-                record,
-                near=self._perturbed(record, near, start, each),
-                far=self._perturbed(record, far, start, each),
-            )
-        responses = responses_of(record)
-        return with_responses_of_one_forward(measured, self._noisy(record, responses, near, far, start, each))
+            return self._with_rounding(record, start)
+        near, far = (self._perturbed(base, moves, start, each) for moves in (_NEAR, _FAR))
+        return noise.with_noise(record, near, far)
 
     def _perturbed(
-        self, record: Record, moves: Sequence[noise.Perturbation], start: _Start, each: Parts
-    ) -> list[Record]:
-        """Return the record of the step with as many of some perturbations as it takes to bound the noise."""
-        repeats: list[Record] = []
+        self, base: noise.Readings, moves: Sequence[noise.Perturbation], start: _Start, each: Parts
+    ) -> list[noise.Readings]:
+        """Return the readings of the step with as many of some perturbations as it takes to bound their noise."""
+        of_kind = {key: one for key, one in base.items() if noise.is_far(key, one) == moves[0].far}
+        repeats: list[noise.Readings] = []
         for move in each(moves):
-            repeats.append(self._repeated(move, start=start))
-            if noise.is_noise_bounded(record, repeats, far=move.far):
-                break
+            if not noise.is_noise_bounded(of_kind, repeats):
+                repeats.append(noise.readings(self._repeated(move, start=start)))
         return repeats
 
     def _with_rounding(self, record: Record, start: _Start) -> Record:
         """Return a record in half precision with the distance of each reading to that of a run in float32 as noise."""
-        in_float32 = [self._repeated(InFloat32(), start=start)]
-        return noise.with_noise(record, near=in_float32, far=in_float32)
+        in_float32 = [noise.readings(self._repeated(InFloat32(), start=start))]
+        return noise.with_noise(record, in_float32, in_float32)
 
     def _noisy(
-        self,
-        record: Record,
-        responses: Mapping[Key, IsolatedResponse],
-        near: Sequence[noise.Perturbation],
-        far: Sequence[noise.Perturbation],
-        start: _Start,
-        each: Parts,
+        self, record: Record, responses: Mapping[Key, IsolatedResponse], alone: TracedCalls, each: Parts
     ) -> dict[Key, IsolatedResponse]:
         """Return the responses of a record with their noise."""
-        if not responses:
-            return {}
         # Calls of one class with equal responses have equal noise, because a synthetic tensor does not depend on the
         # layer.
         first: dict[tuple[object, ...], Key] = {}
@@ -287,16 +282,11 @@ class Run:
             if known is not None:
                 found[key] = known
         distinct = {key: responses[key] for key in first.values() if key not in found}
-        if distinct:
-            request = IsolationRequest(record, only={layer for layer, _ in distinct})
-            alone: list[Repeat] = [(move.in_place, "outputs") for move in near]
-            alone += [(move.in_place, "gradients") for move in far if self.loss is not None]
-            exactly: list[Repeat] = [(in_float64, "all")] if self._is_exact else []
-            taken = self._isolate(record, request, [*alone, *exactly], start, each, distinct)
-            exact = taken.pop() if exactly else {}
-            measured = noisy(distinct, taken[:_REPEATS], exact)
-            again = noisy(distinct, taken[_REPEATS:], exact) if self.loss is not None else measured
-            found |= {key: dataclasses.replace(one, gradient=again[key].gradient) for key, one in measured.items()}
+        exact = alone(in_float64, only=distinct) if self._is_exact else {}
+        near, far = ((move.in_place for move in each(moves)) for moves in (_NEAR, _FAR))
+        outputs = noisy(distinct, alone.repeated(distinct, near, "outputs"), exact)
+        gradients = noisy(distinct, alone.repeated(distinct, far, "gradients"), exact)
+        found |= {key: dataclasses.replace(one, gradient=gradients[key].gradient) for key, one in outputs.items()}
         return {key: found[alike[key]] for key in responses}
 
     @property
@@ -304,28 +294,31 @@ class Run:
         """Whether the device computes in float64."""
         return widest(self.device) == torch.float64
 
-    def _isolate(
-        self,
-        record: Record,
-        request: IsolationRequest,
-        repeats: Sequence[Repeat],
-        start: _Start,
-        each: Callable[[Sequence[Any]], Iterable[Any]] = iter,
-        known: Mapping[Key, IsolatedResponse] = MappingProxyType({}),
-    ) -> list[dict[Key, IsolatedResponse]]:
-        expected = () if request.own_arguments else request.like.calls
+    @contextmanager
+    def _alone(
+        self, record: Record, request: IsolationRequest, start: _Start, *, writes: bool = False
+    ) -> Iterator[TracedCalls]:
+        """Trace the calls of the model, to be repeated alone.
+
+        Args:
+            record: The record, whose layers are called.
+            request: What is asked for.
+            start: The state to which the model returns.
+            writes: Whether the responses are written, with their noise: to the arguments of the run, and repeated.
+        """
+        like = request.like
         options = IsolationOptions(
             layers=modules_of(record),
             only=request.only,
-            recipes={key: response.recipes for key, response in responses_of(request.like).items()},
-            expected={(layer.name, call.index): call for layer, call in expected},
+            recipes={key: response.recipes for key, response in responses_of(like).items()},
+            expected={} if writes else {(layer.name, call.index): call for layer, call in like.calls},
             names=request.names,
             gradient=self.loss is not None,
             within=request.within,
             observer=request.observer,
         )
-        with self._prepared(start=start):
-            return isolate_repeatedly(self.model, self._forward, repeats, options, each, known)
+        with self._prepared(start=start), traced(self.model, self._forward, options, repeats=writes) as alone:
+            yield alone
 
     @contextmanager
     def _started(self, record: Record | None) -> Iterator[_Start]:
@@ -441,9 +434,8 @@ class Run:
         """
         __tracebackhide__ = True
         with ExitStack() as contexts:
-            kept = None if start is None else start.state
-            kept = kept or preserved(self.model, unwritten=_gradients(self.model))
-            state = contexts.enter_context(kept)
+            kept = start.state if start is not None else None
+            state = contexts.enter_context(kept or preserved(self.model, unwritten=_gradients(self.model)))
             # A run restores the model's own generators, so repeats would begin alike, and a run that draws from them
             # would pass for repeatable.
             for _ in range(repeat):
@@ -537,7 +529,6 @@ class IsolationRequest:
     like: Record
     names: NamesBefore | None = None
     only: Collection[str] | None = None
-    own_arguments: bool = False
     within: Within | None = None
     observer: CallObserver | None = None
 
@@ -573,7 +564,6 @@ class WeakLiveRun(Generic[S]):
         names: NamesBefore | None = None,
         only: Collection[str] | None = None,
         *,
-        own_arguments: bool = False,
         within: Within | None = None,
         observer: CallObserver | None = None,
     ) -> Record:
@@ -582,16 +572,16 @@ class WeakLiveRun(Generic[S]):
         if source is None:
             found = with_note(record, f"no layer was called alone: {self._gone}")
         else:
-            request = IsolationRequest(like or record, names, only, own_arguments, within, observer)
+            request = IsolationRequest(like or record, names, only, within, observer)
             found = source.isolated(record, request)
         return with_live_run(found, self)
 
     def again(self, record: Record, within: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
         """Run the forward once more, if it can be."""
 
-    def measured(self, record: Record) -> Record:
-        """Fill in the noise of each reading and response."""
-        return record
+    def measured(self, record: Record, like: Record | None = None) -> Record:
+        """Fill in each response. What a watch saw has no noise."""
+        return record if like is None else self.isolated(record, like)
 
     def repeats(self, record: Record) -> bool:
         """Return whether the same numbers come out once more."""
@@ -610,11 +600,12 @@ class LiveRunOfRun(WeakLiveRun[Run]):
         if (run := self._source()) is not None:
             run.again(record, within)
 
-    def measured(self, record: Record) -> Record:
-        """Fill in the noise of each reading and response."""
+    def measured(self, record: Record, like: Record | None = None) -> Record:
+        """Fill in the noise of each reading, and each response with its noise."""
         run = self._source()
-        note = f"no noise was measured: {self._gone}"
-        return with_live_run(with_note(record, note) if run is None else run.measured(record), self)
+        if run is None:
+            return with_note(super().measured(record, like), f"no noise was measured: {self._gone}")
+        return with_live_run(run.measured(record, like), self)
 
     def repeats(self, record: Record) -> bool:
         """Return whether the same numbers come out once more."""

@@ -44,7 +44,7 @@ from pytest_modelprobe.record import (
     with_live_run,
 )
 
-from .isolation import CannotTellError, IsolationOptions, Key, Repeat, in_float64, isolate_repeatedly, reason_of
+from .isolation import CannotTellError, IsolationOptions, Key, in_float64, reason_of, traced
 from .run import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
@@ -351,7 +351,7 @@ class KeptForwards:
             again.obstacle = f"an input cannot be copied: {reason_of(error)}"
 
     def isolated(self, model: nn.Module, kind: ForwardKind, options: IsolationOptions) -> dict[Key, IsolatedResponse]:
-        """Return what `isolate` returns for the kept forward of a kind. The model is restored.
+        """Return the responses of the calls in the kept forward of a kind. The model is restored.
 
         Raises:
             CannotTellError: It cannot be run again.
@@ -375,9 +375,8 @@ class KeptForwards:
             for owner, name, tensor in self._before:
                 if name in owner:
                     owner[name] = detached_copy(tensor)
-            how: Repeat = (None, "all") if options.within is None else (in_float64, "outputs")
-            (responses,) = isolate_repeatedly(model, forward, [how], options)
-        return responses
+            with traced(model, forward, options) as alone:
+                return alone() if options.within is None else alone(in_float64, "outputs")
 
     def _copied(self, inputs: Any) -> Any:
         """Return a deep copy, detached from graphs, except for modules of the model.

@@ -193,8 +193,8 @@ def recorded(model: nn.Module, x: Any, *, like: Record | None = None, alone: boo
 def unedited(factory: Callable[[], nn.Module], alone: bool) -> Record:
     """Return the record of a model as it is built, with its noise."""
     model = PROBE.build(factory)
-    record = recorded(model, INPUTS[factory], alone=alone)
-    return record.live_run.measured(record)
+    record = recorded(model, INPUTS[factory], alone=False)
+    return record.live_run.measured(record, record if alone else None)
 
 
 def diagnosed(
@@ -1080,7 +1080,7 @@ def like(parent: type[nn.Module], **methods: Any) -> type[nn.Module]:
 
 def rewritten(old: Callable[[], nn.Module], new: Callable[[], nn.Module], x: torch.Tensor, **run: Any) -> Diagnosis:
     expected = recorded(PROBE.build(old).eval(), x)
-    expected = expected.live_run.measured(expected)
+    expected = expected.live_run.measured(expected, expected)
     model = PROBE.build(new).eval()
     return diagnose(compare(recorded(model, x, like=expected, **run), expected))
 
@@ -2114,7 +2114,7 @@ def test_a_norm_computed_in_half_precision_is_rounding_and_another_epsilon_is_no
     norms = Norm(True), Norm(False), Norm(True, eps=1e-3)
     old, narrow, other = (nn.Sequential(norm, nn.Linear(64, 64)).bfloat16() for norm in norms)
     expected = recorded(old, x)
-    expected = expected.live_run.measured(expected)
+    expected = expected.live_run.measured(expected, expected)
     for model in (narrow, other):
         model.load_state_dict(old.state_dict())
     assert diagnose(compare(recorded(narrow, x, like=expected), expected)).comparison.same
@@ -2151,7 +2151,7 @@ def test_what_float32_rounds_is_no_cause_and_what_it_does_not_is_one() -> None:
     for old, new in ((by_moments, in_two_passes), (in_two_passes, by_moments)):
         before, after = model(old), model(new)
         expected = recorded(before, x, loss=None)
-        expected = expected.live_run.measured(expected)
+        expected = expected.live_run.measured(expected, expected)
         diagnosis = diagnose(compare(recorded(after, x, like=expected, loss=None), expected))
         assert not [cause for cause in diagnosis.causes if cause.kind == "computation"], first_line(diagnosis)
     other = model(lambda x: in_two_passes(x, eps=1e-4))

@@ -34,9 +34,7 @@ def upgraded(old: nn.Module, new: nn.Module, *inputs: Tensor, keys: Mapping[str,
     weights = old.state_dict()
     new.load_state_dict({key: weights[(keys or {}).get(key, key)] for key in new.state_dict()})
     record = recorded(old, *inputs)
-    expected = files.decode(
-        *files.encode(record.live_run.measured(record.live_run.isolated(record))), where="old"
-    ).record
+    expected = files.decode(*files.encode(record.live_run.measured(record, record)), where="old").record
     actual = recorded(new, *inputs)
     found = compare(actual, expected)
     if not found.same:

@@ -102,7 +102,7 @@ def test_a_bias_of_gpt2_that_is_forgotten_is_named(monkeypatch: pytest.MonkeyPat
     model = probe.build(lambda: transformers.GPT2LMHeadModel(config)).eval()
     ids = probe.randint(0, 50, (2, 6))
     record = probe.run(model, ids)
-    expected = decode(*encode(record.live_run.measured(record.live_run.isolated(record))), where="snapshot").record
+    expected = decode(*encode(record.live_run.measured(record, record)), where="snapshot").record
     assert_same_behavior(probe.run(model, ids), record)
 
     def forward(self: Conv1D, x: torch.Tensor) -> torch.Tensor:

@@ -107,9 +107,8 @@ def ran(model: nn.Module, *args: torch.Tensor, loss: Any = "random", noise: bool
     with ModelProbe(device="cpu", seed=0) as probe:
         record = probe.run(model, *args, loss=loss)
         assert record.live_run is not None
-        record = record.live_run.isolated(record)
-        if noise:
-            record = record.live_run.measured(record)  # type: ignore[union-attr]
+        again = record.live_run
+        record = again.measured(record, record) if noise else again.isolated(record)
     return dataclasses.replace(record)
 
 

@@ -39,7 +39,7 @@ def hooks_of(model):
 
 def stored(record):
     """Return a record as a snapshot keeps it."""
-    return record.live_run.measured(record.live_run.isolated(record))
+    return record.live_run.measured(record, record)
 
 
 def diagnosed(actual, expected):

@@ -28,7 +28,7 @@ def through_a_snapshot(new: Test, old: Test) -> Diagnosis:
         live, now = written.live_run, actual.live_run
         assert live is not None
         assert now is not None
-        expected = files.decode(*files.encode(live.measured(live.isolated(written))), where="old").record
+        expected = files.decode(*files.encode(live.measured(written, written)), where="old").record
         found = compare(actual, expected)
         return diagnose(compare(now.isolated(actual, like=found.expected, names=found.names_before), expected))
 
@@ -39,7 +39,7 @@ def side_by_side(new: Test, old: Test) -> Diagnosis:
         live, now = written.live_run, actual.live_run
         assert live is not None
         assert now is not None
-        expected = live.measured(live.isolated(written))
+        expected = live.measured(written, written)
         found = compare(actual, expected)
         return diagnose(compare(now.isolated(actual, like=found.expected, names=found.names_before), expected))
 

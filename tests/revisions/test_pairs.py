@@ -29,7 +29,7 @@ def record_of(*, scale: float = 1.0) -> Record:
     record = probe.run(model, probe.randn(4, 8))
     live = record.live_run
     assert live is not None
-    return live.measured(live.isolated(record))
+    return live.measured(record, record)
 
 
 def written(record: Record) -> Written:

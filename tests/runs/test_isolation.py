@@ -20,22 +20,29 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison import compare
-from pytest_modelprobe.models import seeding
+from pytest_modelprobe.models import preserved, seeding
 from pytest_modelprobe.record import IsolatedResponse, NamesBefore, Reading
 from pytest_modelprobe.runs.isolation import (
     IsolationOptions,
     Key,
+    calls,
     fits,
-    isolate,
-    isolate_repeatedly,
     kind_of,
     noisy,
     synthetic,
+    traced,
     with_known_noise,
 )
 from pytest_modelprobe.runs.noise import ROUNDING, Perturbation, relative_change
 
 Responses = dict[Key, IsolatedResponse]
+
+
+def isolate(
+    model: nn.Module, forward: Callable[[], object], options: IsolationOptions | None = None, *, perturb: Any = None
+) -> Responses:
+    with preserved(model), traced(model, forward, options or IsolationOptions()) as alone:
+        return alone(perturb)
 
 
 def respond(
@@ -309,12 +316,8 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 def test_a_part_of_the_responses_is_that_of_all() -> None:
     model = transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50)).eval()
     ids = torch.arange(6).unsqueeze(0)
-    whole, outputs, gradients = isolate_repeatedly(
-        model,
-        lambda: model(ids),
-        [(None, "all"), (None, "outputs"), (None, "gradients")],
-        IsolationOptions(gradient=True),
-    )
+    with traced(model, lambda: model(ids), IsolationOptions(gradient=True), repeats=True) as alone:
+        whole, outputs, gradients = alone(), alone(of="outputs"), alone(of="gradients")
     assert all(response.handed == outputs[key].handed for key, response in whole.items())
     assert all(response.gradient == gradients[key].gradient for key, response in whole.items())
     assert all(response.gradient is None for response in outputs.values())
@@ -327,8 +330,8 @@ def test_a_repeat_does_not_see_what_one_before_it_left_behind() -> None:
         return x * self.calls
 
     model = Code(forward, calls=torch.zeros(()))
-    first, second = isolate_repeatedly(model, lambda: model(torch.ones(2)), [(None, "all"), (None, "all")])
-    assert first == second
+    with traced(model, lambda: model(torch.ones(2)), repeats=True) as alone:
+        assert alone() == alone()
 
 
 def test_without_a_loss_there_is_no_gradient() -> None:
@@ -649,14 +652,16 @@ def test_what_a_call_writes_to_its_weights_does_not_reach_a_layer_that_is_alike(
         (nn.Linear(64, 32), torch.randn(8, 64)),
         (nn.Conv2d(16, 32, 3), torch.randn(2, 16, 8, 8)),
         (nn.Embedding(100, 32), torch.tensor([3, 99, 0, 41])),
+        (nn.ReLU(), torch.randn(8, 64)),
+        (nn.MaxPool2d(3, stride=2), torch.randn(2, 16, 8, 8)),
         (nn.Sequential(nn.Identity()), torch.randn(8, 64)),
     ],
-    ids=["linear", "convolution", "embedding", "container"],
+    ids=["linear", "convolution", "embedding", "relu", "pool", "container"],
 )
 def test_the_noise_that_is_known_of_a_layer_is_the_measured_one(layer: nn.Module, inputs: torch.Tensor) -> None:
-    moves: list[tuple[Any, Any]] = [(None, "all")]
-    moves += [(Perturbation(f"repeat {i}", far=far).in_place, "all") for far in (False, True) for i in range(2)]
-    taken = isolate_repeatedly(layer, lambda: layer(inputs.clone()), moves, IsolationOptions(gradient=True))
+    moves = [Perturbation(f"repeat {i}", far=far).in_place for far in (False, True) for i in range(2)]
+    with traced(layer, lambda: layer(inputs.clone()), IsolationOptions(gradient=True), repeats=True) as alone:
+        taken = [alone(), *map(alone, moves)]
     key = ("(root)", 0)
     known = with_known_noise(taken[0][key], layer)
     assert known is not None
@@ -694,7 +699,7 @@ class Penalized(torch.autograd.Function):
     [
         (nn.Linear(64, 1), 64),
         (Whitened(), 64),
-        (nn.ReLU(), 64),
+        (nn.GELU(), 64),
         (nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), 64),
     ],
     ids=["one output", "gradients", "not linear", "parametrized"],
@@ -735,6 +740,82 @@ def test_own_code_runs_once_for_the_notes_and_once_alone_in_each_mode() -> None:
 
     respond(Counted(Counted(), Counted(Counted())), torch.ones(2))
     assert sorted(calls) == sorted(["xx", "", "x", ""] * 3)
+
+
+class CallsLayers(nn.Module):
+    """Its code can do nothing but call layers. They say how it depends on the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) + x)
+
+
+class AsksMode(CallsLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) * 2 if self.training else self.first(x)
+
+
+class AsksTable(CallsLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) * 2 if self.__dict__["training"] else self.first(x)
+
+
+class AsksByProperty(CallsLayers):
+    @property
+    def factor(self) -> int:
+        return 2 if self.training else 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) * self.factor
+
+
+def doubled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if module.training else x
+
+
+class AsksByFunction(CallsLayers):
+    """The function has the name of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return doubled(self, x)
+
+
+class AsksInCall(CallsLayers):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().__call__(x * 2 if self.training else x)  # type: ignore[no-any-return]
+
+
+class AsksInIterator(nn.Sequential):
+    def __iter__(self) -> Any:
+        return iter([layer for layer in self._modules.values() if self.training])
+
+
+@pytest.mark.parametrize("kind", [AsksMode, AsksTable, AsksByProperty, AsksByFunction, AsksInCall])
+def test_a_block_that_depends_on_its_mode_is_called_in_both(kind: type[CallsLayers]) -> None:
+    responses = respond(nn.Sequential(kind()), torch.ones(2, 4))
+    assert [responses[name, 0].mode_matters for name in ("0", "(root)")] == [True, False]
+
+
+def test_a_block_that_only_calls_layers_is_called_in_one_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[bool] = []
+    original = calls._IsolatedCall.run
+
+    def counted(self: Any) -> IsolatedResponse:
+        alone.append(self.call.module.training)
+        return original(self)
+
+    monkeypatch.setattr(calls._IsolatedCall, "run", counted)
+    found = respond(nn.Sequential(CallsLayers(), AsksInIterator(nn.Tanh())), torch.ones(2, 4))
+    # The root, the block, its two layers; the other container and its layer in both modes.
+    assert alone == [True] * 4 + [True, False] * 2
+    assert [found[name, 0].mode_matters for name in ("0", "1")] == [False, True]
 
 
 def test_tokens_and_their_mask_are_padded_alike() -> None:
@@ -810,7 +891,10 @@ def test_a_layer_answers_the_arguments_of_the_expected_call(argument: str, matte
 
 def test_a_response_to_write_is_one_to_the_layer_s_own_arguments() -> None:
     before, model = recorded_alone(handing(Taking(), twice=True)), handing(Taking())
-    assert response_of_inner(model, like=before, own_arguments=True) == response_of_inner(model)
+    with ModelProbe(device="cpu") as probe:
+        record = probe.run(model, torch.ones(2, 4), loss="random")
+        written, own = (record.live_run.measured(record, like)["inner"].calls[0].response for like in (before, record))
+    assert written == own
 
 
 def test_a_layer_that_raises_for_arguments_of_before_answers_its_own() -> None:

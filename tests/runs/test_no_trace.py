@@ -143,7 +143,7 @@ def update(model: nn.Module) -> None:
     probe = ModelProbe()
     record = probe.run(model, torch.ones(3, 2), loss="random")
     assert record.live_run is not None
-    measured = record.live_run.measured(record.live_run.isolated(record))
+    measured = record.live_run.measured(record, record)
     assert not [note for note in measured.notes if "raised" in note]
 
 

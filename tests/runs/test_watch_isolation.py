@@ -20,7 +20,7 @@ from pytest_modelprobe.files import decode, encode
 def stored(record: Record) -> Record:
     """Return what a snapshot of the record holds."""
     assert record.live_run is not None
-    return decode(*encode(record.live_run.measured(record.live_run.isolated(record))), where="snapshot").record
+    return decode(*encode(record.live_run.measured(record, record)), where="snapshot").record
 
 
 def failure(actual: Record, expected: Record) -> str:

@@ -56,7 +56,7 @@ def streams(record: Record, layers: Sequence[str], found: Comparison | None = No
     if record.live_run is not None and first:
         recorders, only = _Recorders(), [*first.values()]
         if found is None:
-            ran = record.live_run.isolated(record, only=only, own_arguments=True, within=recorders)
+            ran = record.live_run.isolated(record, only=only, within=recorders)
         else:
             names = found.names_before
             ran = record.live_run.isolated(record, like=found.expected, names=names, only=only, within=recorders)

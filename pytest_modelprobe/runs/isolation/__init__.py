@@ -23,95 +23,67 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from pytest_modelprobe.interrupts import interruptible
-from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding, settings_preserved
+from pytest_modelprobe.models import Layers, ModelState, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROUNDING_OF_RESPONSES, IsolatedResponse, Reading
-from pytest_modelprobe.runs.noise import ROUNDING, is_bounded, known_changes, noise_of_product, relative_change
+from pytest_modelprobe.runs.noise import (
+    ROUNDING,
+    is_noise_bounded,
+    known_changes,
+    noise_of_product,
+    relative_change,
+)
 
-from .calls import CallObserver, IsolationOptions, Key, Part, Perturb, Repeat, Session, Within, in_float64, is_replaced
-from .contexts import StateBefore, is_product, without_hooks
+from .calls import CallObserver, IsolationOptions, Key, Part, Perturb, Session, Within, in_float64, is_replaced
+from .contexts import PRODUCTS, StateBefore, is_known, without_hooks
 from .recipes import Draws, as_mask, fits, kind_of, synthetic
 from .tracing import CannotTellError, TracedCall, Tracer, reason_of
 
 __all__ = [
-    "CallObserver", "CannotTellError", "IsolationOptions", "Key", "Perturb", "Repeat", "Within", "as_mask", "doubtful",
-    "fits", "in_float64", "isolate", "isolate_repeatedly", "kind_of", "noisy", "reason_of", "synthetic",
+    "CallObserver", "CannotTellError", "IsolationOptions", "Key", "Part", "Perturb", "TracedCalls", "Within", "as_mask",
+    "doubtful", "fits", "in_float64", "kind_of", "noisy", "reason_of", "synthetic", "traced",
     "with_known_noise",
 ]  # fmt: skip
 
 _ALL_LAYERS = IsolationOptions()
 
 
-def isolate(
-    model: nn.Module,
-    forward: Callable[[], object],
-    options: IsolationOptions = _ALL_LAYERS,
-    *,
-    perturb: Perturb | None = None,
-) -> dict[Key, IsolatedResponse]:
-    """Return the response of each called layer to synthetic tensors. Of equal calls of a layer, only the first is made.
+@contextlib.contextmanager
+def traced(
+    model: nn.Module, forward: Callable[[], object], options: IsolationOptions = _ALL_LAYERS, *, repeats: bool = False
+) -> Iterator[TracedCalls]:
+    """Run a model once, and yield the calls of its layers, to be made alone within the block.
 
-    It takes as long as a few forwards. The model and the random states are restored bit for bit. The caller restores
-    what else ``forward`` changes.
+    Of equal calls of a layer, only the first is there. All of them take as long as a few forwards. The random states
+    are restored. The caller restores the model, and what else ``forward`` changes.
 
     Args:
         model: The model, in the mode to compare.
         forward: Runs the model once.
         options: Which layers are called, and on what.
-        perturb: Takes the numbers of a synthetic tensor, its name, and how many products with it are added up for an
-            output. It may write to the numbers. It returns them perturbed, to measure the noise of a response. It is
-            not applied to masks, integers and the like.
+        repeats: Whether all are made more than once.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    >>> responses = isolate(model, lambda: model(torch.ones(2, 4)))
+    >>> with traced(model, lambda: model(torch.ones(2, 4)), repeats=True) as alone:
+    ...     responses = alone()
+    ...     responses == alone()
+    True
     >>> sorted(responses)
     [('(root)', 0), ('0', 0), ('1', 0)]
     >>> [(handed.where, handed.passed) for handed in responses["(root)", 0].handed]
     [('0 input', 'input'), ('1 input', '0 output'), ('output', '1 output')]
     >>> nn.init.zeros_(model[0].weight).sum().item()
     0.0
-    >>> isolate(
-    ...     model,
-    ...     lambda: model(torch.ones(2, 4)),
-    ...     IsolationOptions(recipes={k: r.recipes for k, r in responses.items()}),
-    ... ) == responses
-    True
-    """
-    with preserved(model):
-        (responses,) = isolate_repeatedly(model, forward, [(perturb, "all")], options)
-    return responses
-
-
-def isolate_repeatedly(
-    model: nn.Module,
-    forward: Callable[[], object],
-    repeats: Sequence[Repeat],
-    options: IsolationOptions = _ALL_LAYERS,
-    each: Callable[[Sequence[Repeat]], Iterable[Repeat]] = iter,
-    known: Mapping[Key, IsolatedResponse] = MappingProxyType({}),
-) -> list[dict[Key, IsolatedResponse]]:
-    """Return what `isolate` returns for each of some perturbations. The model runs once for all of them.
-
-    Args:
-        model: The model, in the mode to compare. The caller restores it.
-        forward: Runs the model once.
-        repeats: Perturbations, as in `isolate`, each with what is read of the responses: ``"outputs"`` leaves out the
-            gradient, and ``"gradients"`` the readings of what is handed on. The rest is the same bit for bit.
-        options: Which layers are called, and on what.
-        each: Takes the repeats and yields them, to show progress.
-        known: Unperturbed responses. A call that has one is left out of repeats that would tell nothing more of its
-            noise.
-
-    >>> model = nn.Linear(4, 4)
-    >>> first, second = isolate_repeatedly(model, lambda: model(torch.ones(2, 4)), [(None, "all"), (None, "outputs")])
-    >>> first == second == isolate(model, lambda: model(torch.ones(2, 4)))
+    >>> like = IsolationOptions(recipes={key: response.recipes for key, response in responses.items()})
+    >>> with traced(model, lambda: model(torch.ones(2, 4)), like) as alone:
+    ...     alone() == responses
     True
     """
     found = Layers(model)
@@ -119,61 +91,78 @@ def isolate_repeatedly(
         stack.enter_context(seeding.forked_rng())
         stack.enter_context(without_hooks(model.modules(), lambda hook: getattr(hook, "is_modelprobe", False)))
         stack.enter_context(run_eagerly(found))
-        traced = stack.enter_context(Tracer(found, options.layers, options.only))
+        tracer = stack.enter_context(Tracer(found, options.layers, options.only))
         before = StateBefore(model)
         with torch.set_grad_enabled(options.gradient), interruptible():
             forward()
-        calls = [call for call in traced.finish() if call.alone]
+        calls = [call for call in tracer.finish() if call.alone]
         before.restore()
-        # A single repeat is followed by no other, and the caller restores the model.
         own = itertools.chain.from_iterable(nn.Module.parameters(module) for module in {call.module for call in calls})
         replaced = filter(is_replaced, own)
-        state = stack.enter_context(preserved(model, unwritten=replaced)) if len(repeats) > 1 else None
+        state = stack.enter_context(preserved(model, unwritten=replaced)) if repeats else None
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # which synthetic numbers cause
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(options.gradient))
-        draws, shares = Draws(), True
+        yield TracedCalls(calls, functools.partial(Session, found, tracer, options, before, Draws()), state)
+
+
+@dataclasses.dataclass(eq=False)
+class TracedCalls:
+    """The calls of a model, each of which can be repeated alone; see `traced`."""
+
+    _calls: Sequence[TracedCall]
+    _session: Callable[[Sequence[TracedCall], Perturb | None, Part, bool], Session]
+    _state: ModelState | None
+    _shares: bool = True
+
+    def __call__(
+        self, perturb: Perturb | None = None, of: Part = "all", only: Container[Key] | None = None
+    ) -> dict[Key, IsolatedResponse]:
+        """Return the response of each call to synthetic tensors.
+
+        Args:
+            perturb: Takes the numbers of a synthetic tensor, its name, and how many products with it are added up for
+                an output. It may write to the numbers. It returns them perturbed, to measure the noise of a response.
+                It is not applied to masks, integers and the like.
+            of: What is read of the responses: ``"outputs"`` leaves out the gradient, and ``"gradients"`` the readings
+                of what is handed on. The rest is the same bit for bit.
+            only: The calls. By default all are made.
+        """
+        wanted = [call for call in self._calls if only is None or (call.layer, call.index) in only]
+        if not wanted:
+            return {}
+        responses, written = _responses(self._session(wanted, perturb, of, self._shares))
+        if written:  # layers that are alike saw it
+            self._shares = False
+            responses, _ = _responses(self._session(wanted, perturb, of, False))
+        if self._state is not None:
+            self._state.restore()  # so that the next repeat does not find what these calls left behind
+        return responses
+
+    def repeated(
+        self, known: Mapping[Key, IsolatedResponse], moves: Iterable[Perturb], of: Part
+    ) -> list[dict[Key, IsolatedResponse]]:
+        """Return some responses with as many of some perturbations as it takes to bound the noise of each."""
         taken: list[dict[Key, IsolatedResponse]] = []
-        for perturb, of in each(repeats):
-            like = [one for (_, part), one in zip(repeats, taken, strict=False) if part == of]
-            wanted = [call for call in calls if not _is_bounded((call.layer, call.index), known, like, of)]
-            if not wanted:
-                taken.append({})
-                continue
-            session = functools.partial(Session, found, traced, calls, options, before, perturb, of, draws)
-            responses, written = _responses(session(shares), wanted)
-            if written:  # layers that are alike saw it
-                shares = False
-                responses, _ = _responses(session(shares), wanted)
-            taken.append(responses)
-            if state is not None:
-                state.restore()  # so that the next repeat does not find what these calls left behind
+
+        def is_bounded(key: Key, response: IsolatedResponse) -> bool:
+            parts = {k: one for k, one in _readings(response).items() if one and bool(k) == (of == "outputs")}
+            return is_noise_bounded(parts, [_readings(repeat[key]) for repeat in taken if key in repeat])
+
+        for perturb in moves:
+            only = {key for key, one in known.items() if not is_bounded(key, one)}
+            taken.append(self(perturb, of, only))
         return taken
 
 
-def _responses(session: Session, wanted: Sequence[TracedCall]) -> tuple[dict[Key, IsolatedResponse], bool]:
-    """Return the responses of some calls, and whether one of them wrote to weights that layers share."""
+def _responses(session: Session) -> tuple[dict[Key, IsolatedResponse], bool]:
+    """Return the responses of the calls of a session, and whether one wrote to weights that layers share."""
     found: dict[Key, IsolatedResponse] = {}
-    with settings_preserved(), session, progress("isolated call", len(wanted)) as shown:
-        for call in shown(wanted):
+    with settings_preserved(), session, progress("isolated call", len(session.calls)) as shown:
+        for call in shown(session.calls):
             with interruptible():
                 found[call.layer, call.index] = session.response(call)
         return found, session.has_written()
-
-
-def _is_bounded(
-    key: Key, known: Mapping[Key, IsolatedResponse], repeats: Sequence[Mapping[Key, IsolatedResponse]], of: Part
-) -> bool:
-    """Whether repeats that read the same part of a response bound its noise."""
-    again = [_readings(repeat[key]) for repeat in repeats if key in repeat]
-    if key not in known or not repeats:
-        return False
-    for where, reading in _readings(known[key]).items():
-        if reading is not None and bool(where) == (of == "outputs"):
-            changes = known_changes(reading, (one.get(where) for one in again))
-            if not is_bounded(changes or [0.0], digest=reading.digest):
-                return False
-    return True
 
 
 _DOUBTFUL = 1e-4
@@ -199,15 +188,15 @@ def with_known_noise(response: IsolatedResponse, layer: nn.Module) -> IsolatedRe
     """Return the response of a layer with its noise, or `None` if that has to be measured.
 
     It is known of a layer that adds up products with its weight, unless it has so few outputs that they may cancel, and
-    of an embedding and a container that compute nothing: they hand on what they get, or rows of a weight. The backward
-    of any other layer may compute although its forward does not.
+    of one that chooses among numbers, and of a container that computes nothing: they hand on what they get, or numbers
+    of a weight. The backward of any other layer may compute although its forward does not.
     """
-    product = is_product(layer, layer.forward) and is_replaced(layer.weight)
+    known = is_known(layer, layer.forward) and all(map(is_replaced, layer.parameters()))
     sizes = [h.reading.statistics.count for h in response.handed if h.reading and h.reading.statistics]
     noise: tuple[float, float] | None = None
-    if product and type(layer) is not nn.Embedding:
+    if known and type(layer) in PRODUCTS:
         noise = noise_of_product(layer) if min(sizes, default=0) >= _FEW else None
-    elif product or (not sizes and layer._modules):
+    elif known or (not sizes and layer._modules):
         noise = ROUNDING, ROUNDING
     if noise is None:
         return None
@@ -227,9 +216,8 @@ def noisy(
     What ``exact`` has in float64 counts up to `ROUNDING_OF_RESPONSES`.
 
     >>> model = nn.Linear(4, 4)
-    >>> def respond(perturb=None):
-    ...     return isolate(model, lambda: model(torch.ones(2, 4)), perturb=perturb)
-    >>> (response,) = noisy(respond(), [respond(lambda tensor, name, terms: tensor * 1.001)]).values()
+    >>> with traced(model, lambda: model(torch.ones(2, 4)), repeats=True) as alone:
+    ...     (response,) = noisy(alone(), [alone(lambda tensor, name, terms: tensor * 1.001)]).values()
     >>> 0.001 < response.handed[0].reading.noise < 0.01
     True
     """

@@ -31,6 +31,7 @@ from pytest_modelprobe.record import (
     NamesBefore,
     Plain,
     containers,
+    gc_paused,
     relative_name,
 )
 from pytest_modelprobe.runs.noise import Widening, terms_of, widened
@@ -44,9 +45,10 @@ from .contexts import (
     combined,
     fused_paths_disabled,
     is_equal,
+    is_known,
     is_plain,
-    is_product,
     likeness,
+    only_calls_layers,
     projected,
     weights_of,
     with_arguments,
@@ -72,10 +74,6 @@ Defaults = Mapping[str, tuple[Plain, ...]]
 def in_float64(tensor: Tensor, name: str, terms: int) -> Tensor:
     """Return a synthetic tensor in float64. It is a perturbation with which code computes in float64 too."""
     return tensor.to(widened(tensor.dtype, torch.float64))
-
-
-Repeat = tuple[Perturb | None, Part]
-"""How the synthetic tensors of a repeat are perturbed, and what is read of its responses."""
 
 
 class CallObserver(Protocol):
@@ -119,12 +117,12 @@ class Session:
 
     layers: Layers
     traced: Tracer
-    calls: Iterable[TracedCall]
     options: IsolationOptions
     before: StateBefore
+    draws: Draws
+    calls: Sequence[TracedCall]
     perturb: Perturb | None
     of: Part
-    draws: Draws
     shares: bool
     """Whether layers that are alike have synthetic weights in the same memory."""
 
@@ -149,7 +147,7 @@ class Session:
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Session:
-        with self._exit, torch.no_grad():
+        with self._exit, torch.no_grad(), gc_paused():
             by_layer: dict[str, dict[str, str]] = {}
             for (layer, _), recipes in self.options.recipes.items():
                 by_layer.setdefault(layer, {}).update(recipes)
@@ -217,7 +215,9 @@ class Session:
     def _in_both_modes(self, alone: _IsolatedCall) -> IsolatedResponse:
         """Return the response in the mode of the run, and whether that in the other mode is different."""
         found, module = self._response(alone), alone.call.module
-        if self.perturb is not None or found.reason is not None or is_product(module, _own_forward(module)):
+        if self.perturb is not None or found.reason is not None:
+            return found
+        if any(is_alike(module, _own_forward(module)) for is_alike in (is_known, only_calls_layers)):
             return found
         of, self.of = self.of, "outputs"
         module.training = not module.training

@@ -289,7 +289,11 @@ _MODULE = frozenset(vars(nn.Module()))
 _TABLES = frozenset({"_parameters", "_buffers", "forward"})
 """Attributes of every module that are compared in their own way."""
 
-_PRODUCTS = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding})
+PRODUCTS = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d})
+"""Layers of torch that add up products with their weight."""
+
+_CHOICES = frozenset({nn.Embedding, nn.Identity, nn.ReLU, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.Flatten})
+"""Layers of torch that choose among the numbers that they get, or that their weight has."""
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -327,25 +331,54 @@ def likeness(call: TracedCall, forward: Any, weights: Mapping[int, Hashable], ex
         return None
 
 
-def is_product(module: nn.Module, forward: Any) -> bool:
-    """Whether a layer is one of torch that adds up products with its weight, or looks up rows, in either mode.
+def is_known(module: nn.Module, forward: Any) -> bool:
+    """Whether a layer is one of torch that adds up products or chooses among numbers, in either mode alike.
 
     Args:
         module: The layer.
         forward: Its ``forward``.
 
-    >>> layers = nn.Linear(2, 2), nn.ReLU()
-    >>> [is_product(layer, layer.forward) for layer in layers]
+    >>> [is_known(layer, layer.forward) for layer in (nn.Linear(2, 2), nn.ReLU(), nn.GELU())]
+    [True, True, False]
+    """
+    return type(module) in PRODUCTS | _CHOICES and _is_leaf_of_its_class(module, forward)
+
+
+def only_calls_layers(module: nn.Module, forward: Any) -> bool:
+    """Whether the code of a layer does nothing but call layers inside it, and apply operators: in either mode alike.
+
+    No other name stands in it: neither ``training``, nor a function that may ask for it.
+
+    Args:
+        module: The layer.
+        forward: Its ``forward``.
+
+    >>> [only_calls_layers(layer, layer.forward) for layer in (nn.Sequential(nn.ReLU()), nn.Dropout())]
     [True, False]
     """
-    return type(module) in _PRODUCTS and _is_leaf_of_its_class(module, forward)
+    kind, code = type(module), getattr(forward, "__code__", None)
+    if not _has_forward_of_its_class(module, forward) or code is None or code.co_freevars:
+        return False
+    if any(getattr(kind, name) is not getattr(nn.Module, name) for name in ("__call__", "__getattr__")):
+        return False
+    if any(isinstance(constant, types.CodeType) for constant in code.co_consts):
+        return False
+    names = {*code.co_names}
+    is_of_layers = module._modules.keys() >= names and names.isdisjoint((*dir(kind), *forward.__globals__))
+    return kind is nn.Sequential or (bool(names) and is_of_layers)
 
 
 def _is_leaf_of_its_class(module: nn.Module, forward: Any) -> bool:
     """Whether a layer has the forward of its class, and neither children nor hooks."""
+    return not module._modules and _has_forward_of_its_class(module, forward)
+
+
+def _has_forward_of_its_class(module: nn.Module, forward: Any) -> bool:
+    """Whether a layer has the forward of its class, and no hooks."""
     if getattr(forward, "__func__", None) is not type(module).forward:
         return False
-    return not any(v for key, v in vars(module).items() if key in _MODULE and key not in _TABLES and key != "training")
+    hooks = _MODULE - _TABLES - {"training", "_modules"}
+    return not any(value for key, value in vars(module).items() if key in hooks)
 
 
 def is_plain(value: object) -> bool:
