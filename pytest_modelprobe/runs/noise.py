@@ -371,9 +371,8 @@ def readings(record: Record) -> Readings:
     calls = [(layer.name, call) for layer in record.layers.values() for call in layer.calls]
     events = [(call.started, name, call, call.inputs) for name, call in calls]
     events += [(call.finished, name, call, call.outputs) for name, call in calls]
-    values = [
-        (_key(name, call, one), one) for _, name, call, some in sorted(events, key=lambda e: e[0]) for one in some
-    ]
+    events.sort(key=lambda event: event[0])
+    values = [(_key(name, call, one), one) for _, name, call, some in events for one in some]
     found: dict[Key, Reading | None] = {(*key, "forward"): one.forward for key, one in values}
     for key, one in reversed(values):
         found |= {(*key, "backward"): one.backward, (*key, "backward_inner"): one.backward_inner}

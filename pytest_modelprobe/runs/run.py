@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import itertools
 import sys
 import weakref
@@ -190,10 +189,11 @@ class Run:
     def measured(self, record: Record, like: Record | None = None) -> Record:
         """Fill in the noise of each reading, and each response with its noise; see `LiveRun` and `noise`."""
         request = IsolationRequest(like) if like is not None and self.isolate else None
-        lacking = [*(() if request is None else ("no layer was called alone",)), "no noise was measured"]
         with self._started(record) as start:
             if start.obstacle is not None:
-                return functools.reduce(with_note, [f"{what}: {start.obstacle}" for what in lacking], record)
+                if request is not None:
+                    record = with_note(record, f"no layer was called alone: {start.obstacle}")
+                return with_note(record, f"no noise was measured: {start.obstacle}")
             parts = (len(_NEAR) + len(_FAR)) * (1 if request is None else 2)
             with progress("measuring noise: run", parts) as each:
                 try:
@@ -259,8 +259,9 @@ class Run:
         of_kind = {key: one for key, one in base.items() if noise.is_far(key, one) == moves[0].far}
         repeats: list[noise.Readings] = []
         for move in each(moves):
-            if not noise.is_noise_bounded(of_kind, repeats):
-                repeats.append(noise.readings(self._repeated(move, start=start)))
+            if noise.is_noise_bounded(of_kind, repeats):
+                break
+            repeats.append(noise.readings(self._repeated(move, start=start)))
         return repeats
 
     def _with_rounding(self, record: Record, start: _Start) -> Record:

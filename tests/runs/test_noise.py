@@ -61,6 +61,21 @@ def test_the_noise_of_equal_responses_is_measured_once(probe: ModelProbe, monkey
     assert [handed.reading.noise for handed in second.handed if handed.reading]
 
 
+def test_responses_stay_if_their_noise_cannot_be_measured(probe: ModelProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TracedCalls.__call__
+
+    def failing(self: TracedCalls, perturb: Any = None, of: Any = "all", only: Any = None) -> Any:
+        if perturb is not None:
+            raise RuntimeError("no memory")
+        return original(self, perturb, of, only)
+
+    model = probe.build(lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    monkeypatch.setattr(TracedCalls, "__call__", failing)
+    record = measured(probe.run(model, probe.randn(8, 4), loss="random"))
+    assert record.notes == ("no noise was measured: a repeat raised RuntimeError: no memory",)
+    assert all(call.response is not None for _, call in record.calls)
+
+
 def test_a_run_is_repeated_until_its_noise_is_bounded(probe: ModelProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     moves: list[Any] = []
     original = run.Run._repeated

@@ -33,13 +33,7 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, ModelState, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROUNDING_OF_RESPONSES, IsolatedResponse, Reading
-from pytest_modelprobe.runs.noise import (
-    ROUNDING,
-    is_noise_bounded,
-    known_changes,
-    noise_of_product,
-    relative_change,
-)
+from pytest_modelprobe.runs.noise import ROUNDING, is_noise_bounded, known_changes, noise_of_product, relative_change
 
 from .calls import CallObserver, IsolationOptions, Key, Part, Perturb, Session, Within, in_float64, is_replaced
 from .contexts import PRODUCTS, StateBefore, is_known, without_hooks
@@ -47,9 +41,8 @@ from .recipes import Draws, as_mask, fits, kind_of, synthetic
 from .tracing import CannotTellError, TracedCall, Tracer, reason_of
 
 __all__ = [
-    "CallObserver", "CannotTellError", "IsolationOptions", "Key", "Part", "Perturb", "TracedCalls", "Within", "as_mask",
-    "doubtful", "fits", "in_float64", "kind_of", "noisy", "reason_of", "synthetic", "traced",
-    "with_known_noise",
+    "CallObserver", "CannotTellError", "IsolationOptions", "Key", "Perturb", "TracedCalls", "Within", "as_mask",
+    "doubtful", "fits", "in_float64", "kind_of", "noisy", "reason_of", "synthetic", "traced", "with_known_noise",
 ]  # fmt: skip
 
 _ALL_LAYERS = IsolationOptions()

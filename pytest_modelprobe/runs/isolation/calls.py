@@ -215,9 +215,10 @@ class Session:
     def _in_both_modes(self, alone: _IsolatedCall) -> IsolatedResponse:
         """Return the response in the mode of the run, and whether that in the other mode is different."""
         found, module = self._response(alone), alone.call.module
+        forward = _own_forward(module)
         if self.perturb is not None or found.reason is not None:
             return found
-        if any(is_alike(module, _own_forward(module)) for is_alike in (is_known, only_calls_layers)):
+        if is_known(module, forward) or only_calls_layers(module, forward):
             return found
         of, self.of = self.of, "outputs"
         module.training = not module.training

@@ -359,9 +359,8 @@ def only_calls_layers(module: nn.Module, forward: Any) -> bool:
     kind, code = type(module), getattr(forward, "__code__", None)
     if not _has_forward_of_its_class(module, forward) or code is None or code.co_freevars:
         return False
-    if any(getattr(kind, name) is not getattr(nn.Module, name) for name in ("__call__", "__getattr__")):
-        return False
-    if any(isinstance(constant, types.CodeType) for constant in code.co_consts):
+    overrides = any(getattr(kind, name) is not getattr(nn.Module, name) for name in ("__call__", "__getattr__"))
+    if overrides or any(isinstance(constant, types.CodeType) for constant in code.co_consts):
         return False
     names = {*code.co_names}
     is_of_layers = module._modules.keys() >= names and names.isdisjoint((*dir(kind), *forward.__globals__))
