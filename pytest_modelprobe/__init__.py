@@ -98,14 +98,14 @@ __all__ = [
     "assert_update_ratio",
     "faults",
     "intervene",
-    *extension.modules("names"),
+    *(_OF_EXTRAS := extension.modules("names")),
 ]
 
 _MODULES = {
     **dict.fromkeys(["ModelProbe", "Watch"], "probe"),
     "Record": "record",
     "ModelProbeSnapshot": "snapshot.snapshot",
-    **{name: "assertions" for name in __all__ if name.startswith("assert_") and name not in extension.modules("names")},
+    **{name: "assertions" for name in __all__ if name.startswith("assert_") and name not in _OF_EXTRAS},
     **dict.fromkeys(["faults", "intervene"], "interventions"),
     **{name: "exceptions" for name in __all__ if name.endswith(("Error", "Warning"))},
 }

@@ -10,48 +10,50 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 _EXTRAS = f"{__package__}.extras"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extra:
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class Extra(NamedTuple):
     """What a folder of extras brings. Modules are named from the folder on."""
 
     needs: Sequence[str] = ()
     """The extras that it imports: it is missing where one of them is."""
     plugin: str | None = None
     """A module with hooks of pytest: options, fixtures, what is done in a run."""
-    marker: Mapping[str, str] = field(default_factory=dict)
+    marker: Mapping[str, str] = _NOTHING
     """Argument of the marker → ``module:function`` that returns which argument is wrong, and why."""
-    commands: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = _NOTHING
     """Subcommand of `modelprobe` → the module whose ``add_command`` adds it."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = _NOTHING
     """Attribute of the package → its module."""
-    checks: Mapping[str, str] = field(default_factory=dict)
+    checks: Mapping[str, str] = _NOTHING
     """Attribute of `checks` → its module."""
-    apart: Mapping[str, str] = field(default_factory=dict)
+    apart: Mapping[str, str] = _NOTHING
     """Name of a check → why `checks.standard` leaves it to be called by itself."""
-    trainers: Mapping[str, str] = field(default_factory=dict)
+    trainers: Mapping[str, str] = _NOTHING
     """Attribute of `trainers` → its module."""
-    exporters: Mapping[str, str] = field(default_factory=dict)
+    exporters: Mapping[str, str] = _NOTHING
     """Attribute of `report.exporters` → its module."""
-    explanations: Mapping[str, str] = field(default_factory=dict)
+    explanations: Mapping[str, str] = _NOTHING
     """What is explained → ``module:function`` that returns sentences on it; see `explained`."""
     selection: str | None = None
     """A module with `differing_definitions` and `Use`, by which fewer tests run on two sides."""
-    comparison: Mapping[str, str] = field(default_factory=dict)
+    comparison: Mapping[str, str] = _NOTHING
     """Attribute of `comparison` → its module."""
-    runs: Mapping[str, str] = field(default_factory=dict)
+    runs: Mapping[str, str] = _NOTHING
     """Attribute of `runs` → its module."""
-    probe: Mapping[str, str] = field(default_factory=dict)
+    probe: Mapping[str, str] = _NOTHING
     """Method of `ModelProbe` → the function, as ``module:function`` if its name is another."""
-    watch: Mapping[str, str] = field(default_factory=dict)
+    watch: Mapping[str, str] = _NOTHING
     """The same of `Watch`."""
-    record: Mapping[str, str] = field(default_factory=dict)
+    record: Mapping[str, str] = _NOTHING
     """The same of `Record`."""
 
 

@@ -18,13 +18,14 @@ import pytest
 
 from pytest_modelprobe import extension
 
-from . import hookspecs, revisions
+from . import hookspecs
 from .hookspecs import add_checks
 from .settings import SETTINGS as SETTINGS
 from .settings import (
     add_filter,
     add_options,
     as_list,
+    compares_sides,
     resolve,
     settings_of,
 )
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from pytest_modelprobe.snapshot.comparer import Comparer
     from pytest_modelprobe.snapshot.snapshot import ModelProbeSnapshot
 
-# Loaded with this plugin also if PYTEST_DISABLE_PLUGIN_AUTOLOAD is set.
-pytest_plugins = ("syrupy", *extension.plugins())
-
 _PROBE_FIXTURES = frozenset({"modelprobe", "modelprobe_factory", "modelprobe_device"})
 
 _CHECKED = pytest.StashKey[list[tuple[str, int, str]]]()
@@ -62,13 +60,18 @@ COMPARER = pytest.StashKey[Any]()
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options and their ini settings."""
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the options and their ini settings, and load the plugins that go with this one."""
     from pytest_modelprobe.snapshot import options
 
     group = parser.getgroup("modelprobe", "unit tests for PyTorch models")
     add_options(parser, group)
     options.add_options(parser, group)
+    # syrupy is loaded also if PYTEST_DISABLE_PLUGIN_AUTOLOAD is set. Our own plugins do not stand in `pytest_plugins`,
+    # because for each name there pytest reads the entry points of all distributions.
+    pluginmanager.import_plugin("syrupy", consider_entry_points=True)
+    for name in extension.plugins():
+        pluginmanager.import_plugin(name)
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -103,7 +106,11 @@ def pytest_configure(config: pytest.Config) -> None:
     snapshots = SnapshotSession(config, policy_of(config), lambda: resolve(config.stash[SETTINGS].devices[0])[0])
     config.stash[_SNAPSHOTS] = snapshots
     _register(config, snapshots, "modelprobe-snapshots")
-    sides = revisions.Sides(config) if revisions.is_asked(config) else None
+    sides = None
+    if compares_sides(config):
+        from .revisions import Sides
+
+        sides = Sides(config)
     base = None if sides is None else sides.results
     if config.stash[SETTINGS].reports:
         from .results import ResultsWriter
@@ -184,12 +191,11 @@ def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Find the fixtures to seed: those that tests with a probe depend on."""
-    from pytest_modelprobe._pytest import fixtures_of
+    probed = [item for item in items if _has_probe(item)]
+    if probed:
+        from pytest_modelprobe._pytest import fixtures_of
 
-    seeded = config.stash[SETTINGS].seeded_fixtures
-    for item in items:
-        if _has_probe(item):
-            seeded |= fixtures_of(item)
+        config.stash[SETTINGS].seeded_fixtures.update(*map(fixtures_of, probed))
 
 
 def _has_probe(item: pytest.Item) -> bool:

@@ -50,39 +50,6 @@ _MOST = 5
 """Lines of a kind, but for models that changed."""
 
 
-def add_options(group: pytest.OptionGroup) -> None:
-    """Add the options."""
-    group.addoption(
-        "--modelprobe-base",
-        metavar="REF",
-        help="after the tests, run them with this code and with that of the merge base of HEAD and REF, and compare "
-        "their models",
-    )
-    group.addoption(
-        "--modelprobe-base-python",
-        metavar="PATH",
-        help="the interpreter of that second run: of an environment with other versions of torch or of a library",
-    )
-    group.addoption(
-        "--modelprobe-base-all",
-        action="store_true",
-        help="compare the models of all tests, also of those that use nothing that differs",
-    )
-    group.addoption(
-        "--modelprobe-base-fail-on",
-        choices=("never", "changed", "undeclared"),
-        default="never",
-        help="fail the run if a model changed, or only if no label or line of the pull request declares it; by default "
-        "changes are reported alone",
-    )
-
-
-def is_asked(config: pytest.Config) -> bool:
-    """Whether the tests are to run on another side too."""
-    option = config.option
-    return option.modelprobe_base is not None or option.modelprobe_base_python is not None
-
-
 class Sides:
     """A plugin that runs the tests of this run on another side.
 

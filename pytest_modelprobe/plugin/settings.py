@@ -16,8 +16,6 @@ import pytest
 
 from pytest_modelprobe import extension
 
-from . import revisions
-
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
 
@@ -142,11 +140,39 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     )
     group.addoption("--modelprobe-json", metavar="PATH", help="write what every probe recorded and compared as JSON")
     group.addoption("--modelprobe-html", metavar="PATH", help="write a report, a page of its own")
-    revisions.add_options(group)
+    group.addoption(
+        "--modelprobe-base",
+        metavar="REF",
+        help="after the tests, run them with this code and with that of the merge base of HEAD and REF, and compare "
+        "their models",
+    )
+    group.addoption(
+        "--modelprobe-base-python",
+        metavar="PATH",
+        help="the interpreter of that second run: of an environment with other versions of torch or of a library",
+    )
+    group.addoption(
+        "--modelprobe-base-all",
+        action="store_true",
+        help="compare the models of all tests, also of those that use nothing that differs",
+    )
+    group.addoption(
+        "--modelprobe-base-fail-on",
+        choices=("never", "changed", "undeclared"),
+        default="never",
+        help="fail the run if a model changed, or only if no label or line of the pull request declares it; by default "
+        "changes are reported alone",
+    )
     parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
     parser.addini("modelprobe_seed", "seed of all random numbers", default="0")
     parser.addini("modelprobe_strict", "hints fail tests", type="bool", default=False)
     parser.addini("modelprobe_verbose", "show the layers that each test recorded", type="bool", default=False)
+
+
+def compares_sides(config: pytest.Config) -> bool:
+    """Whether the tests are to run on another side too."""
+    option = config.option
+    return option.modelprobe_base is not None or option.modelprobe_base_python is not None
 
 
 def add_filter(config: pytest.Config) -> None:

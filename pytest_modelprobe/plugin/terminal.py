@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .revisions import is_asked
-from .settings import SETTINGS
+from .settings import SETTINGS, compares_sides
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
@@ -79,7 +78,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
 
 def shows_first_use(config: pytest.Config) -> bool:
     """Whether this run shows the table of the first run that a test records. CI keeps no cache, and would always."""
-    return not os.environ.get("CI") and _is_first_use(config) and not is_asked(config)
+    return not os.environ.get("CI") and _is_first_use(config) and not compares_sides(config)
 
 
 def _is_first_use(config: pytest.Config) -> bool:

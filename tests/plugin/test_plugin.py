@@ -115,7 +115,10 @@ def test_a_project_without_probe_does_not_import_torch(pytester: pytest.Pytester
         import sys
 
         def pytest_unconfigure(config):
-            modules = ("probe", "record", "files", "comparison", "snapshot.snapshot", "snapshot.comparer")
+            modules = (
+                "probe", "record", "files", "comparison", "snapshot.snapshot", "snapshot.comparer", "plugin.revisions",
+                "plugin.results", "_pytest",
+            )
             names = ("torch", "numpy", *(f"pytest_modelprobe.{module}" for module in modules))
             print("heavy:", [name for name in names if name in sys.modules])
         """
