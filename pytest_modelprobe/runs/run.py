@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -47,6 +47,7 @@ from pytest_modelprobe.models import (
 from pytest_modelprobe.progress import Parts, progress
 from pytest_modelprobe.record import (
     GIVEN,
+    Call,
     IsolatedResponse,
     Layer,
     NamesBefore,
@@ -311,7 +312,7 @@ class Run:
         options = IsolationOptions(
             layers=modules_of(record),
             only=request.only,
-            recipes={key: response.recipes for key, response in responses_of(like).items()},
+            **made_like(like.calls),
             expected={} if writes else {(layer.name, call.index): call for layer, call in like.calls},
             names=request.names,
             gradient=self.loss is not None,
@@ -622,6 +623,17 @@ class LiveRunOfRun(WeakLiveRun[Run]):
 def responses_of(record: Record) -> dict[Key, IsolatedResponse]:
     """Return the responses of a record of one forward."""
     return {(layer.name, call.index): call.response for layer, call in record.calls if call.response is not None}
+
+
+def made_like(calls: Iterable[tuple[Layer, Call]]) -> dict[str, Any]:
+    """Return the options by which responses are made from the same tensors as those of some calls of one forward."""
+    found: dict[str, Any] = {"recipes": {}, "shapes": {}}
+    for layer, call in calls:
+        if call.response is not None:
+            key = layer.name, call.index
+            found["recipes"][key] = call.response.recipes
+            found["shapes"][key] = {value.path: value.shape for value in call.inputs}
+    return found
 
 
 def with_responses(record: Record, found: Mapping[Place, IsolatedResponse]) -> Record:

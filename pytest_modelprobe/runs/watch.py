@@ -45,7 +45,7 @@ from pytest_modelprobe.record import (
 )
 
 from .isolation import CannotTellError, IsolationOptions, Key, in_float64, reason_of, traced
-from .run import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
+from .run import IsolationRequest, Place, WeakLiveRun, made_like, modules_of, with_note, with_responses
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
 
@@ -265,15 +265,11 @@ class Watch:
         found: dict[Place, IsolatedResponse] = {}
         kinds = {(call.root, call.root_training) for _, call in record.calls}
         for kind in (kind for kind in self._forwards.kept if kind in kinds):
-            recipes = {
-                (layer.name, call.index): call.response.recipes
-                for layer, call in request.like.calls
-                if call.response is not None and (call.root, call.root_training) == kind
-            }
+            like = [pair for pair in request.like.calls if (pair[1].root, pair[1].root_training) == kind]
             options = IsolationOptions(
                 layers=modules_of(record),
                 only=request.only,
-                recipes=recipes,
+                **made_like(like),
                 names=request.names,
                 gradient=bool(record.backwards),
                 within=request.within,

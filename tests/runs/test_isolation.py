@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison import compare
 from pytest_modelprobe.models import preserved, seeding
-from pytest_modelprobe.record import IsolatedResponse, NamesBefore, Reading
+from pytest_modelprobe.record import IsolatedResponse, NamesBefore, Reading, Record
 from pytest_modelprobe.runs.isolation import (
     IsolationOptions,
     Key,
@@ -903,6 +903,78 @@ def test_a_layer_that_raises_for_arguments_of_before_answers_its_own() -> None:
     object.__setattr__(call, "arguments", {"legacy": True})
     response = response_of_inner(model, like=before)
     assert (response.reason, response.arguments_matter) == (None, None)
+
+
+# --- fewer samples ----------------------------------------------------------------------------------------------------
+
+IMAGES = torch.linspace(-1, 1, 80 * 4 * 9 * 12).view(80, 4, 9, 12)
+
+
+def size_of_input(responses: Responses) -> str:
+    return responses["0", 0].recipes["input"].partition(" ")[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "x", "size"),
+    [
+        (nn.Conv2d(4, 8, 3), IMAGES, "2x4x9x12"),
+        (nn.BatchNorm2d(4), IMAGES[..., :3, :2], "11x4x3x2"),
+        (nn.BatchNorm2d(4), IMAGES[..., :1, :1], "64x4x1x1"),
+        (nn.Linear(12, 8), IMAGES[:, 0], "6x9x12"),
+        (nn.GELU(), IMAGES, "2x4x9x12"),
+        (nn.LayerNorm(12), IMAGES, "80x4x9x12"),  # it may be over all samples
+        (nn.Conv2d(80, 8, 3), IMAGES[:, 0], "80x9x12"),  # these are channels
+        (nn.ReLU(), IMAGES[:, 0, 0], "80x12"),  # these may be something else
+        (nn.ReLU(), IMAGES[:1].expand(80, 4, 9, 12), "80x4x9x12"),  # it is one sample already
+    ],
+)
+def test_a_few_samples_are_enough_for_a_layer_of_torch(layer: nn.Module, x: torch.Tensor, size: str) -> None:
+    assert size_of_input(respond(nn.Sequential(layer), x)) == size
+    layer.register_forward_hook(plus_one)  # which may depend on how many they are
+    assert size_of_input(respond(nn.Sequential(layer), x)) == "x".join(map(str, x.shape))
+
+
+def test_there_are_as_many_samples_as_in_the_response_before() -> None:
+    before = respond(nn.Sequential(nn.BatchNorm2d(4)), IMAGES[..., :3, :2])
+    assert size_of_input(respond(nn.Sequential(nn.BatchNorm2d(4)), IMAGES[:12, ..., :3, :2], like=before)) == "11x4x3x2"
+    assert size_of_input(respond(nn.Sequential(nn.BatchNorm2d(4)), IMAGES[:9, ..., :3, :2], like=before)) == "9x4x3x2"
+    assert size_of_input(respond(nn.Sequential(nn.BatchNorm2d(4)), IMAGES, like=before)) == "2x4x9x12"
+    assert size_of_input(respond(nn.Sequential(nn.Conv2d(4, 4, 1)), IMAGES[..., :3, :2], like=before)) == "11x4x3x2"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (1, 0, 2, 3)])
+def test_fewer_samples_have_the_layout_of_the_run(monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]) -> None:
+    inputs = []
+    conv2d = F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda x, *rest: inputs.append(x) or conv2d(x, *rest))  # type: ignore[func-returns-value]
+    x = IMAGES.permute(order).contiguous().permute([order.index(axis) for axis in range(4)])
+    respond(nn.Sequential(nn.Conv2d(4, 8, 3)), x)
+    ran, alone = inputs
+    assert [len(ran), len(alone)] == [80, 2]
+    assert sorted(range(4), key=ran.stride().__getitem__) == sorted(range(4), key=alone.stride().__getitem__)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["run", "watch"])
+def test_code_that_replaced_a_layer_takes_as_many_samples_as_that(watched: bool) -> None:
+    class Shifted(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x + torch.arange(12.0))
+
+    def response(like: Record | None = None) -> tuple[Record, Any]:
+        if watched:
+            with probe.watch(model) as watch:
+                model(IMAGES)
+        record = watch.record if watched else probe.run(model, IMAGES)
+        record = record.live_run.isolated(record, like=like)
+        return record, record.layers["0"].calls[0].response
+
+    model, probe = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU()), ModelProbe()
+    record, before = response()
+    model[0].__class__ = Shifted
+    _, after = response(record)
+    assert before.recipes["input"].startswith("2x4x9x12 ")
+    assert before.recipes == after.recipes
+    assert before.handed != after.handed
 
 
 # --- layers that compute the same -------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from pytest_modelprobe.runs.noise import ROUNDING, is_noise_bounded, known_chang
 from .calls import CallObserver, IsolationOptions, Key, Part, Perturb, Session, Within, in_float64, is_replaced
 from .contexts import PRODUCTS, StateBefore, is_known, without_hooks
 from .recipes import Draws, as_mask, fits, kind_of, synthetic
+from .samples import take_fewer_samples
 from .tracing import CannotTellError, TracedCall, Tracer, reason_of
 
 __all__ = [
@@ -90,13 +91,16 @@ def traced(
             forward()
         calls = [call for call in tracer.finish() if call.alone]
         before.restore()
+        for call in calls:
+            key = call.layer, call.index
+            take_fewer_samples(call, options.recipes.get(key, {}), options.shapes.get(key, {}))
         own = itertools.chain.from_iterable(nn.Module.parameters(module) for module in {call.module for call in calls})
         replaced = filter(is_replaced, own)
         state = stack.enter_context(preserved(model, unwritten=replaced)) if repeats else None
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # which synthetic numbers cause
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(options.gradient))
-        yield TracedCalls(calls, functools.partial(Session, found, tracer, options, before, Draws()), state)
+        yield TracedCalls(calls, functools.partial(Session, found, tracer, options, before, Draws(), {}), state)
 
 
 @dataclasses.dataclass(eq=False)

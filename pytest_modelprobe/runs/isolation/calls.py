@@ -54,7 +54,7 @@ from .contexts import (
     with_arguments,
     without_hooks,
 )
-from .recipes import Draws, as_mask, fits, head_of, kind_of, synthetic
+from .recipes import Draws, as_mask, fits, head_of, kind_of, shape_of, synthetic
 from .tracing import ArgumentTemplate, CannotTellError, TensorSpec, TracedCall, Tracer, copied, line, reason_of
 
 Key = tuple[str, int]
@@ -99,6 +99,8 @@ class IsolationOptions:
     """Names of some of these, to skip the others. The responses are the same."""
     recipes: Mapping[Key, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     """The `IsolatedResponse.recipes` of other responses. They are used where shape and dtype allow it."""
+    shapes: Mapping[Key, Mapping[str, Sequence[Any]]] = dataclasses.field(default_factory=dict)
+    """The shapes of the inputs of these calls in their run, by path."""
     expected: Mapping[Key, Call] = dataclasses.field(default_factory=dict)
     """Calls whose arguments replace those of the run, as far as the code has such parameters."""
     names: NamesBefore | None = None
@@ -120,6 +122,8 @@ class Session:
     options: IsolationOptions
     before: StateBefore
     draws: Draws
+    kinds: dict[int, str]
+    """Recipes of the weights by id. Sessions on the same calls share them."""
     calls: Sequence[TracedCall]
     perturb: Perturb | None
     of: Part
@@ -278,8 +282,10 @@ class Session:
                     _put(owner, own, weight)
 
     def _weight(self, owner: nn.Module, role: str, tensor: Tensor, wanted: str) -> Tensor:
-        kind = wanted if fits(wanted, tensor.dtype) else kind_of(tensor, weight=True)
-        kind = kind if tensor.is_floating_point() else "const 0"  # an integer is the number of batches of a norm
+        if not fits(wanted, tensor.dtype):
+            wanted = self.kinds.get(id(tensor)) or kind_of(tensor, weight=True)
+            self.kinds[id(tensor)] = wanted
+        kind = wanted if tensor.is_floating_point() else "const 0"  # an integer is the number of batches of a norm
         terms = terms_of(owner, tensor)
         source = kind, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, role, terms
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -616,7 +622,7 @@ def _followed(shape: tuple[int, ...], shapes: _Shapes) -> tuple[int, ...]:
 
 def _parsed(text: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape in a recipe if it can be expanded to ``shape``, and else ``shape``."""
-    sizes = tuple(int(size) for size in text.split("x") if size.isdecimal())
+    sizes = shape_of(text)
     fit = len(sizes) == len(shape) and all(size in (1, n) for size, n in zip(sizes, shape, strict=True))
     return sizes if fit else shape
 

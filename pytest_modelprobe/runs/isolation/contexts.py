@@ -316,7 +316,7 @@ def likeness(call: TracedCall, forward: Any, weights: Mapping[int, Hashable], ex
         expected: The arguments that it gets in place of its own.
     """
     module, attributes = call.module, vars(call.module)
-    if call.calls or call.inputs is None or not call.inputs.known or not _is_leaf_of_its_class(module, forward):
+    if call.calls or call.inputs is None or not call.inputs.known or not is_leaf_of_its_class(module, forward):
         return None
     if any(vars(kind).get("__slots__") for kind in type(module).__mro__):
         return None  # it has attributes that `vars` does not show
@@ -341,7 +341,7 @@ def is_known(module: nn.Module, forward: Any) -> bool:
     >>> [is_known(layer, layer.forward) for layer in (nn.Linear(2, 2), nn.ReLU(), nn.GELU())]
     [True, True, False]
     """
-    return type(module) in PRODUCTS | _CHOICES and _is_leaf_of_its_class(module, forward)
+    return type(module) in PRODUCTS | _CHOICES and is_leaf_of_its_class(module, forward)
 
 
 def only_calls_layers(module: nn.Module, forward: Any) -> bool:
@@ -367,7 +367,7 @@ def only_calls_layers(module: nn.Module, forward: Any) -> bool:
     return kind is nn.Sequential or (bool(names) and is_of_layers)
 
 
-def _is_leaf_of_its_class(module: nn.Module, forward: Any) -> bool:
+def is_leaf_of_its_class(module: nn.Module, forward: Any) -> bool:
     """Whether a layer has the forward of its class, and neither children nor hooks."""
     return not module._modules and _has_forward_of_its_class(module, forward)
 

@@ -342,3 +342,12 @@ def head_of(shape: Sequence[int], dtype: torch.dtype) -> str:
     dtype = widened(dtype)
     usual = dtype in (torch.float32, torch.int64, torch.bool)
     return ("x".join(map(str, shape)) or "scalar") + ("" if usual else f":{str(dtype).removeprefix('torch.')}")
+
+
+def shape_of(head: str) -> tuple[int, ...]:
+    """Return the shape in such a prefix.
+
+    >>> shape_of("2x3:float64")
+    (2, 3)
+    """
+    return tuple(int(size) for size in head.partition(":")[0].split("x") if size.isdecimal())
