@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -564,7 +565,8 @@ class _IsolatedCall:
         if not (tensor.requires_grad and tensor.is_floating_point() and tensor.numel()):
             return
         with statistics.ambient_modes_disabled(), torch.enable_grad():
-            weights = functools.partial(self.session.draws, tensor.shape, f"response {role}")
+            scale = 1 / math.sqrt(tensor.numel())
+            weights = functools.partial(self.session.draws, tensor.shape, f"response {role}", factor=scale)
             self._terms.append(projected(tensor, weights))
 
     def _response(self) -> IsolatedResponse:

@@ -104,7 +104,8 @@ class StateBefore:
             self._tensors += [_KeptTensor(attributes, key) for key, v in kept.items() if isinstance(v, Tensor)]
             if not isinstance(module, BatchOrInstanceNorm):
                 names = [name for name, buffer in module._buffers.items() if _can_be_kept(buffer)]
-                self._buffers[id(module)] = [_KeptTensor(module._buffers, name) for name in names]
+                if names:
+                    self._buffers[id(module)] = [_KeptTensor(module._buffers, name) for name in names]
 
     def restore(self) -> None:
         """Put everything back after the run."""
@@ -117,7 +118,7 @@ class StateBefore:
         """Return the buffers of a layer, and of those inside it, that an isolated call wrote to, by path."""
         return {
             f"{path}.{one.name}" if path else one.name: one
-            for path, inner in module.named_modules()
+            for path, inner in (module.named_modules() if self._buffers else ())
             for one in self._buffers.get(id(inner), ())
             if one.is_written
         }
@@ -406,7 +407,7 @@ def plain(value: Any) -> Hashable:
 
 
 def projected(tensor: Tensor, weights: Callable[[], Tensor]) -> Tensor:
-    """Return a term of a loss by which the gradient of a tensor is its weights, divided by the root of its size.
+    """Return a term of a loss by which the gradient of a tensor is its weights.
 
     The term itself is zero: nothing reads the loss.
     """
@@ -419,14 +420,13 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weights: Callable[[], Tensor]) -> Tensor:
-        ctx.weights, ctx.dtype, ctx.scale = weights, tensor.dtype, 1 / math.sqrt(tensor.numel())
+        ctx.weights, ctx.dtype = weights, tensor.dtype
         return tensor.new_zeros((), dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         with statistics.ambient_modes_disabled():
-            weights = ctx.weights().to(gradients[0].device)
-            return (gradients[0] * ctx.scale * weights).to(ctx.dtype), None
+            return ctx.weights().to(gradients[0].device, ctx.dtype), None
 
 
 def alias(leaf: Tensor) -> Tensor:

@@ -312,10 +312,12 @@ class Draws:
         self._kept: dict[tuple[str, int], Tensor] = {}
         self._bytes = 0
 
-    def __call__(self, shape: Sequence[int], name: str, exponent: int = 0, sign: str = "") -> Tensor:
+    def __call__(
+        self, shape: Sequence[int], name: str, exponent: int = 0, sign: str = "", *, factor: float = 1.0
+    ) -> Tensor:
         """Return the numbers of that shape and name times a power of two, and with a sign their magnitudes with it.
 
-        After `_PERIOD` they repeat, each time slightly larger.
+        After `_PERIOD` they repeat, each time slightly larger. All are multiplied by ``factor`` besides.
         """
         count = math.prod(shape)
         key = name, min(count, _PERIOD)
@@ -328,7 +330,7 @@ class Draws:
             self._kept[key] = drawn
         numbers = self._kept[key]
         early = exponent if abs(exponent) <= _EXACT else 0
-        numbers = numbers * 2.0**early
+        numbers = numbers * (2.0**early * factor)
         if sign in ("+", "-"):
             numbers = numbers.abs_() if sign == "+" else numbers.abs_().neg_()
         if count > _PERIOD:
