@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from .contexts import is_leaf_of_its_class
@@ -50,8 +49,9 @@ def take_fewer_samples(call: TracedCall, recipes: Mapping[str, str], shapes: Map
         if fits and (count is not None or spec.shape == shapes.get(spec.name)):
             count = before[0]
         if count is not None and count < spec.shape[0]:
-            fewer = placeholder[:count]
-            spec.shape, spec.stride = tuple(fewer.shape), torch.empty_like(fewer).stride()
+            samples, outer = spec.shape[0], spec.stride[0]
+            spec.shape = count, *spec.shape[1:]
+            spec.stride = tuple(step * count // samples if step > outer else step for step in spec.stride)
 
 
 def _enough(module: nn.Module, shape: tuple[int, ...]) -> int | None:
