@@ -45,7 +45,7 @@ def take_fewer_samples(call: TracedCall, recipes: Mapping[str, str], shapes: Map
             continue
         count = _enough(call.module, spec.shape)
         before = shape_of(recipes.get(spec.name, "").partition(" ")[0])
-        fits = len(before) > 0 and before[0] <= spec.shape[0] and before[1:] == spec.shape[1:]
+        fits = len(before) > 0 and before[1:] == spec.shape[1:]
         if fits and (count is not None or spec.shape == shapes.get(spec.name)):
             count = before[0]
         if count is not None and count < spec.shape[0]:
