@@ -302,21 +302,22 @@ def column(title: str, threads: int) -> dict[str, float]:
     return {**found, "step, peak MB": bare, "run, peak": run / bare, "update, peak": update / bare}
 
 
-def page(columns: dict[str, dict[str, float]]) -> str:
-    """Return the page of all columns."""
+def page(columns: dict[str, dict[str, float]], started: dict[str, float]) -> str:
+    """Return the page of all columns, and of what `start` returned."""
     rows = [*next(iter(columns.values()))]
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     lines += ["| " + " | ".join([row, *(f"{one[row]:,.3g}" for one in columns.values())]) + " |" for row in rows]
-    return HEAD.format(torch=torch.__version__, cores=os.cpu_count(), **start()) + "\n".join(lines) + "\n" + BEFORE
+    return HEAD.format(torch=torch.__version__, cores=os.cpu_count(), **started) + "\n".join(lines) + "\n" + BEFORE
 
 
 if __name__ == "__main__":
     chosen = [title for title in MODELS if not sys.argv[1:] or title.startswith(tuple(sys.argv[1:]))]
     columns: dict[str, dict[str, float]] = {}
+    started = start()
     for threads in (1, 2):
         for title in chosen:
             columns[f"{title}, {threads} thread{'s' * (threads > 1)}"] = column(title, threads)
             if sys.argv[1:]:
-                print(page(columns))
+                print(page(columns, started))
             else:
-                PAGE.write_text(page(columns))
+                PAGE.write_text(page(columns, started))

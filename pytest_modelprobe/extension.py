@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 _EXTRAS = f"{__package__}.extras"
 
-
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 

@@ -67,7 +67,7 @@ _UNIT = 0.7355
 """Mean size of a unit in the last place of a number, in epsilon times the number, as the root of the mean square."""
 
 _DTYPES = (torch.float32, torch.float64)
-"""The dtypes that are perturbed. A unit of a narrower one is a change of its own: see `widening`."""
+"""The dtypes that are perturbed. A unit of a narrower one is a change of its own: see `Widening`."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V", Value, Parameter)

@@ -139,7 +139,8 @@ def test_snapshots_load_without_autoload(pytester: pytest.Pytester, monkeypatch:
             assert modelprobe.run(TinyNet(), modelprobe.randn(4, 8)) == modelprobe_snapshot
         """
     )
-    pytester.runpytest("-p", "pytest_modelprobe.plugin", "--snapshot-update").assert_outcomes(passed=1)
+    options = ["-o", "required_plugins=syrupy", "--snapshot-update"]
+    pytester.runpytest("-p", "pytest_modelprobe.plugin", *options).assert_outcomes(passed=1)
 
 
 def test_a_wrong_value_in_the_ini_file_is_a_usage_error(pytester: pytest.Pytester) -> None:

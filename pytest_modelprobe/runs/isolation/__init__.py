@@ -9,7 +9,8 @@ are noted, but no tensor. Then each call is repeated by itself: with synthetic i
 it makes return synthetic outputs. The arguments that its code passes to those calls, and its output, are its *isolated
 response*.
 
-What a layer computes in half precision is computed in float32, on the same numbers in any dtype: see `runs.widening`.
+What a layer computes in half precision is computed in float32, on the same numbers in any dtype: see `runs.noise`.
+Simple layers of torch take fewer samples than in the run: see `isolation.samples`.
 
 A synthetic tensor depends on its recipe, its shape and its role in the call: ``input``, the output of the second call
 of the child ``attn``, the name of the parameter. It depends neither on the name of the layer, nor on the order of its
